@@ -169,7 +169,7 @@ SLOTS_OF_A_LOAD = 16
 """Block sizes are multiples of it: so many tokens the kernels take at once."""
 MOST_SLOTS = 2**31 - 1  # they are int32
 MOST_BLOCK_SIZE = MOST_SLOTS // SLOTS_OF_A_LOAD * SLOTS_OF_A_LOAD
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512
 
 
 class PagedKVCache(CacheSteps):
@@ -187,7 +187,7 @@ class PagedKVCache(CacheSteps):
     block_size : int
         Tokens in a block, a multiple of 16.
     num_kv_heads, head_dim : int
-        G and D of keys and values; D is at most 256.
+        G and D of keys and values; D is at most 512.
     dtype : {"float16", "float32", "bfloat16", "int8", "int4"}
         How they are kept; a NumPy dtype of such a name will do. "int8" and "int4" are quantised by
         `append`, with a float32 scale for each token and head, and dequantised in the kernel;

@@ -18,7 +18,7 @@ from cupyattn.runtime.errors import error, shown
 
 RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 
-_MOST = {"num_layers": 10_000, "head_dim": 256, "max_positions": 10_000_000}
+_MOST = {"num_layers": 10_000, "head_dim": 512, "max_positions": 10_000_000}
 _MOST_OTHERS = 10_000_000
 """No model is larger: such numbers are in damaged files."""
 

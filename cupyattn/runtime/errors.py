@@ -23,8 +23,8 @@ def error(kind: type[_Error], passed: str, allowed: str, fix: str) -> _Error:
 
     Examples
     --------
-    >>> error(ValueError, "got D = 300", "head dims are 1 to 256", "split the head")
-    ValueError('got D = 300; head dims are 1 to 256; split the head')
+    >>> error(ValueError, "got D = 600", "head dims are 1 to 512", "split the head")
+    ValueError('got D = 600; head dims are 1 to 512; split the head')
     """
     if len(passed) > _LONGEST:
         passed = f"{passed[: _LONGEST // 2]} ... {passed[-_LONGEST // 4 :]}"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from cupyattn.runtime.spec import Gates
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 FLOAT_BYTES = 4
 
 _Row = TypeVar("_Row")

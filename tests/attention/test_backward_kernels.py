@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.backward_runs import check, check_accumulated, error_ratios, inputs, run
-from support.devices import KERNELS, SENTINEL, GpuArrays
+from support.devices import DTYPES, KERNELS, SENTINEL, GpuArrays
 from support.search import deep, examples, mostly_deep, wider
 from support.strategies import (
     EITHER_HALF,
@@ -50,6 +50,8 @@ FLASH_HEAD_DIMS = [
 ]
 # Columns that end within a group of four and within a stage of 16; all configurations.
 FLOAT_HEAD_DIMS = wider([(24, 40)], [(1, 3), (65, 128), (64, 64), (136, 72), (8, 256), (256, 8)])
+# (D, Dv) of which one is above 256: columns of the results in parts, the last one shorter.
+WIDE_HEAD_DIMS = ((257, 264), (264, 500), (320, 64), (24, 384), (512, 512))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -92,6 +94,44 @@ def test_flash_options_within_bounds_of_the_reference(deterministic, problem):
     )
 )
 def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem: AttentionCase):
+    check(problem, "flash", deterministic=deterministic)
+
+
+def test_heads_of_more_than_256_items():
+    problem = AttentionCase(B=1, Sq=19, Sk=35, H=2, G=1, D=264, Dv=300, dtype="float32")
+    check(problem, "flash", deterministic=False)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("deterministic", [False, True])
+@examples(12)
+@given(
+    problem=attention_problems(
+        head_dims=WIDE_HEAD_DIMS,
+        dtypes=DTYPES,
+        options=RUN_TIME_OPTIONS,
+        largest=70,
+        **FRUGAL,
+    )
+)
+def test_wide_heads_within_bounds_of_the_reference(deterministic: bool, problem: AttentionCase):
+    check(problem, "flash", deterministic=deterministic)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("deterministic", [False, True])
+@examples(12)
+@given(
+    problem=attention_problems(
+        head_dims=WIDE_HEAD_DIMS,
+        dtypes=DTYPES,
+        options=RUN_TIME_OPTIONS,
+        option_sets=wider(*EITHER_HALF[0]),
+        largest=70,
+        **FRUGAL,
+    )
+)
+def test_options_of_wide_heads_within_bounds_of_the_reference(deterministic, problem):
     check(problem, "flash", deterministic=deterministic)
 
 

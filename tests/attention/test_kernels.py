@@ -39,6 +39,8 @@ FLASH_HEAD_DIMS = [
 FLASH_F32_HEAD_DIMS = wider(
     [(24, 40)], [(5, 8), (64, 64), (72, 96), (128, 128), (160, 33), (76, 256)]
 )
+# (D, Dv) of which one is above 256: odd, with tails of a slice and of a quad, and the largest.
+WIDE_HEAD_DIMS = ((257, 264), (264, 500), (320, 64), (24, 384), (512, 512))
 # float32 where the emulator takes half as long, and the kernel is there; --deep has both.
 DIMS_OF_DTYPES = {
     **dict.fromkeys(DTYPES, ((64, 64),)), "float32": wider([(24, 40)], [(64, 64)]),
@@ -162,6 +164,42 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str, dims: tuple[int, int]
         bias = np.maximum(hidden, -large).astype(np.float32)
         out = cupyattn.attention(*map(KERNELS.put, arrays), bias=KERNELS.put(bias))
         assert reference.error_ratio(KERNELS.get(out), exact, bound) <= 1, large
+
+
+def test_heads_of_more_than_256_items():
+    problem = AttentionCase(B=1, Sq=19, Sk=71, H=2, G=1, D=264, Dv=500, dtype="float32")
+    check(problem, "flash")
+
+
+@pytest.mark.deep
+@examples(12)
+@given(
+    problem=attention_problems(
+        head_dims=WIDE_HEAD_DIMS,
+        dtypes=DTYPES,
+        options=RUN_TIME_OPTIONS,
+        largest=80,
+        **FRUGAL,
+    )
+)
+def test_wide_heads_within_bounds_of_the_reference(problem: AttentionCase):
+    check(problem, "flash")
+
+
+@pytest.mark.deep
+@examples(12)
+@given(
+    problem=attention_problems(
+        head_dims=WIDE_HEAD_DIMS,
+        dtypes=DTYPES,
+        options=RUN_TIME_OPTIONS,
+        option_sets=wider(*EITHER_HALF[1]),
+        largest=80,
+        **FRUGAL,
+    )
+)
+def test_options_of_wide_heads_within_bounds_of_the_reference(problem: AttentionCase):
+    check(problem, "flash")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -72,7 +72,7 @@ def test_the_calls_themselves_are_right():
          "v_cache has strides"),
         ({"k_cache": lambda x: x[:, :0], "v_cache": lambda x: x[:, :0]}, ValueError,
          "blocks of no token"),
-        ({"k_cache": lambda x: np.zeros((1, 1, 2, 257), F32)}, ValueError, "v_cache has shape"),
+        ({"k_cache": lambda x: np.zeros((1, 1, 2, 513), F32)}, ValueError, "v_cache has shape"),
         ({"k": lambda x: x[:, :1]}, ValueError, "k has shape (6, 1, 8)"),
         ({"k": lambda x: x[..., :6]}, ValueError, "k has shape (6, 2, 6)"),
         ({"k": lambda x: x[0]}, ValueError, "k is (total, G, D), 3 axes"),

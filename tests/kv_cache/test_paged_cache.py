@@ -342,7 +342,7 @@ def test_statistics():
         ({"block_size": 8}, ValueError, "block_size = 8"),
         ({"block_size": 24}, ValueError, "block_size = 24 .*multiple of 16; pass 32"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads = 0"),
-        ({"head_dim": 257}, ValueError, "head_dim = 257"),
+        ({"head_dim": 513}, ValueError, "head_dim = 513"),
         ({"head_dim": 7, "dtype": "int4"}, ValueError, "head_dim = 7 for dtype 'int4'; .*pass 8"),
         ({"watermark": 4}, ValueError, "watermark = 4"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks = -1"),

@@ -330,7 +330,7 @@ def test_a_config_that_is_no_json(copy, text):
         ("llama_older", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0,
                                             "truncate": False}}, "truncate is False"),
-        ("llama3", {"head_dim": 512}, "head_dim = 512; attention has kernels for head dims up to"),
+        ("llama3", {"head_dim": 520}, "head_dim = 520; attention has kernels for head dims up to"),
         ("llama3", {"hidden_act": "relu"}, "hidden_act is 'relu'; there is code for 'gelu'"),
         ("llama3", {"quantization_config": {"bits": 4}}, "quant_method is None"),
         ("llama3", {"rope_interleaved": True}, "rope_interleaved is True; there is code for False"),

@@ -460,7 +460,7 @@ OTHER_TYPES: dict[str, Callable[[np.ndarray], Any]] = {
     "more axes": lambda a: a[None],
     "no axes": lambda a: np.zeros((), a.dtype),
     "no dim": lambda a: a[..., :0],
-    "much dim": lambda a: np.zeros((*a.shape[:-1], 257), a.dtype),
+    "much dim": lambda a: np.zeros((*a.shape[:-1], 513), a.dtype),
     "matrix": lambda a: np.zeros((2, 2), a.dtype).view(np.matrix),
 }
 

@@ -155,7 +155,7 @@ def test_wrong_shared_memory_size_does_not_compile(empty_cache, specialisation, 
     [
         (teaching.tiled(75, "float16", 64, 64), {"HEAD_DIM_V": 0}, "head dims are 1 to 256"),
         (teaching.naive("float16", 64, 64), {"THREADS": 100}, "halve the number of threads"),
-        (teaching.naive("float16", 64, 64), {"HEAD_DIM": 257}, "head dims are 1 to 256"),
+        (teaching.naive("float16", 64, 64), {"HEAD_DIM": 513}, "head dims are 1 to 512"),
         (SMALL, {"THREADS": 100}, "whole warps"),
         (SMALL, {"LANES": 64}, "of several rows in a CTA, each of many warps"),
     ],

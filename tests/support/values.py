@@ -96,14 +96,14 @@ def shape_rows() -> Iterator[Row]:
         }
         passed = f"H = 4 heads, k and v have G = {heads}"
         yield f"G = {heads}", change, ValueError, passed, "H is a multiple of G"
-    for dim in (0, 257):
+    for dim in (0, 513):
         change = {
             "q": lambda a, dim=dim: normal(2, 3, 4, dim),
             "k": lambda a, dim=dim: normal(2, 5, 2, dim),
         }
-        yield f"D = {dim}", change, ValueError, f"D = {dim}", "1 to 256"
+        yield f"D = {dim}", change, ValueError, f"D = {dim}", "1 to 512"
         change = {"v": lambda a, dim=dim: normal(2, 5, 2, dim)}
-        yield f"Dv = {dim}", change, ValueError, f"Dv = {dim}", "1 to 256"
+        yield f"Dv = {dim}", change, ValueError, f"Dv = {dim}", "1 to 512"
 
 
 TABLE = np.ones((9, 2), np.float32)

@@ -19,7 +19,8 @@ struct FloatRows {
   static constexpr bool kScaled = StoredFormat<Item>::kScaled;
   static constexpr int kTogether = 4;  // rows whose products are summed over lanes at once
   static constexpr int kRows = kRows_, kGroups = kRows / kTogether;
-  static constexpr int kPassRows = kRows, kPasses = 1;
+  static constexpr int kPassRows = kHeadDim <= 256 ? kRows : kRows / 2;  // that pass through shared memory at once
+  static constexpr int kPasses = kRows / kPassRows;
   static constexpr int kLaneRows = 2 * kGroups, kLaneKeys = 1;
   static constexpr int kRowLanes = 2;
   static constexpr int kKeysAtOnce = kWarpSize / kLanes;
@@ -31,7 +32,7 @@ struct FloatRows {
   static constexpr bool kAhead = kChunks == 1 && kAheadRegisters <= 120 && kVec * kBits > 8;
   static constexpr int kTilesAhead = kAhead ? 1 : 0, kSlots = 1;
   // Loads at once where they are not ahead.
-  static constexpr int kBurst = kChunks > 4 ? 4 : kVec * kChunks > 4 && kLoads > 8 ? 8 : kLoads;
+  static constexpr int kBurst = kChunks > 4 || kVec* kChunks > 8 ? 4 : kVec * kChunks > 4 && kLoads > 8 ? 8 : kLoads;
   static_assert(kLanes >= 4 && kLanes <= kWarpSize && (kLanes & (kLanes - 1)) == 0, "a power of two lanes");
   static_assert(kRows % kTogether == 0, "whole groups of rows");
   static_assert(kHeadDim % kVec == 0, "a row is a whole number of vectors");
@@ -169,12 +170,13 @@ struct FloatRows {
     }
   }
 
-  // All rows to shared memory, kStride floats from one to the next.
+  // Rows of a pass to shared memory, kStride floats from one to the next.
   template <int kStride>
-  __device__ __forceinline__ void store(int, float* rows_s) const {
+  __device__ __forceinline__ void store(int pass, float* rows_s) const {
     if (key_lane() != 0) return;
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
+      if (r / kPassRows != pass) continue;
 #pragma unroll
       for (int c = 0; c < kChunks; c++) {
         if (!has(c)) continue;
@@ -184,7 +186,7 @@ struct FloatRows {
           Vec<float, kPiece> piece;
 #pragma unroll
           for (int y = 0; y < kPiece; y++) piece.item[y] = acc[r][c][x + y];
-          *reinterpret_cast<Vec<float, kPiece>*>(rows_s + r * kStride + item_of(c) + x) = piece;
+          *reinterpret_cast<Vec<float, kPiece>*>(rows_s + r % kPassRows * kStride + item_of(c) + x) = piece;
         }
       }
     }

@@ -31,7 +31,7 @@ struct Traits {
   static constexpr int kThreads = THREADS;
   static constexpr int kLanes = LANES;
   static constexpr int kItems = kThreads / kLanes;  // of dbias, per CTA
-  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kHeadDim >= 1 && kHeadDim <= 512 && kHeadDimV >= 1 && kHeadDimV <= 512, "head dims are 1 to 512");
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024, "whole warps");
   static_assert(kLanes == 1 || kLanes == kWarpSize, "a thread or a warp owns an item");
   static_assert(kGiven<BIAS>, "there is a bias");

@@ -13,6 +13,8 @@
 // Tiles     TILE_K keys, which the CTA owns, by TILE_Q queries. All products, S and dP over the head dims, dV and dK
 //           over the queries, dQ over the keys, are outer products from shared memory (backward_products.cuh), a step
 //           at a time (backward_loader.cuh); a thread keeps its blocks of dK and dV in registers through the loop.
+//           Where these do not fit, the CTA loops over the queries COLUMN_PARTS times, each time for a part of the
+//           columns of dK, dV and dQ; S and dP are then computed as often.
 // Grid      B * G * ceil(Sk / TILE_K) CTAs of 128 threads; each loops over the queries of all heads of its group that
 //           see one of its keys.
 // Budget    shared memory: two buffers, and P or dS, or a part of it; registers: dK and dV, and S and dP or, for 128
@@ -22,18 +24,23 @@
 //           every score's place: it is written here, where the score is seen.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) ||        \
     !defined(THREAD_ROWS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(ONE_PASS) || \
-    !defined(DBIAS)
+    !defined(DBIAS) || !defined(COLUMN_PARTS)
 #error \
-    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES, ONE_PASS, DBIAS come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES, ONE_PASS, DBIAS, COLUMN_PARTS come from a launch-configuration table"
 #endif
 #include "../backward_sequences.cuh"
 #include "score_gradient.cuh"
 
 struct Traits : BackwardTraits {
+  // Columns of dK, dQ and dV at a time, with what is added to the last part.
+  static constexpr int kParts = COLUMN_PARTS;
+  static constexpr int kPartDim = kParts == 1 ? kPaddedDim : padded(div_up(kHeadDim, kParts));
+  static constexpr int kPartDimV = kParts == 1 ? kPaddedDimV : padded(div_up(kHeadDimV, kParts));
+  static constexpr int kMostCols = kParts == 1 ? kHeadDim : kPartDim;  // of D, in a part
   // dQ in addition to dK and dV: as many of its columns at a time as there are registers for.
-  static constexpr int kDqColumns = kPaddedDim < 128 ? kPaddedDim : 128;
-  using QPanels = RowPanels<Scalar, kTileQ, kPaddedDim, kVec>;
-  using DoutPanels = RowPanels<Scalar, kTileQ, kPaddedDimV, kVec>;
+  static constexpr int kDqColumns = kPartDim < 128 ? kPartDim : 128;
+  using QPanels = RowPanels<Scalar, kTileQ, kPartDim, kVec>;
+  using DoutPanels = RowPanels<Scalar, kTileQ, kPartDimV, kVec>;
   using KPanels = RowPanels<Scalar, kTileK, kDqColumns, kVec>;
 };
 
@@ -121,34 +128,38 @@ __device__ __forceinline__ void write_dbias(void* dbias_g, float ds, int batch, 
   }
 }
 
-// Columns from kFirst on, as many as dQ takes at a time.
-template <int kFirst>
-__device__ __forceinline__ Traits::KPanels k_panels(const Rows<Traits::Scalar>& k) {
-  return {{k.first_g + kFirst, k.stride, k.rows}, Traits::kHeadDim - kFirst};
+// Rows from column `first` on.
+__device__ __forceinline__ Rows<Traits::Scalar> from_column(const Rows<Traits::Scalar>& rows, int first) {
+  return {rows.first_g + first, rows.stride, rows.rows};
 }
 
-// dQ += softmax_scale * dS K for the tile, from column kFirst on; the present buffer has the first of these columns of
-// K.
-// Other CTAs add their keys' parts.
+// Columns from kFirst on, as many as dQ takes at a time. `k` begins at the first column of the part.
+template <int kFirst>
+__device__ __forceinline__ Traits::KPanels k_panels(const Rows<Traits::Scalar>& k, int cols) {
+  return {from_column(k, kFirst), cols - kFirst};
+}
+
+// dQ += softmax_scale * dS K for the tile, from column kFirst of the part on, which has `cols`; the present buffer has
+// the first of these columns of K. Other CTAs add their keys' parts.
 template <int kFirst = 0, typename Next>
 __device__ __forceinline__ void add_dq(Buffers& buffers, uint32 weights_s, const ScoreTile& ds, float* dq_rows_g,
-                                       const Rows<Traits::Scalar>& k, int rows, const BackwardParams& params,
+                                       const Rows<Traits::Scalar>& k, int cols, int rows, const BackwardParams& params,
                                        const Next& next) {
   constexpr int kNextFirst = kFirst + Traits::kDqColumns;
-  const Traits::KPanels panels = k_panels<kFirst>(k);
+  const Traits::KPanels panels = k_panels<kFirst>(k, cols);
   const auto write_ds = [&](int part) { ds.store_by_column<Traits::kPartK>(weights_s, part); };
   Product<Traits::kTileQ, Traits::kDqColumns> dq;
   dq.clear();
-  if constexpr (kNextFirst < Traits::kHeadDim) {
-    multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, k_panels<kNextFirst>(k), write_ds);
+  if constexpr (kNextFirst < Traits::kMostCols) {
+    multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, k_panels<kNextFirst>(k, cols), write_ds);
   } else {
     multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, next, write_ds);
   }
-  dq.for_each(rows, Traits::kHeadDim - kFirst, [&](float x, int row, int col) {
+  dq.for_each(rows, cols - kFirst, [&](float x, int row, int col) {
     red_global_add(dq_rows_g + row * params.dq.seq + kFirst + col, params.scale * x);
   });
-  if constexpr (kNextFirst < Traits::kHeadDim) {
-    add_dq<kNextFirst>(buffers, weights_s, ds, dq_rows_g, k, rows, params, next);
+  if constexpr (kNextFirst < Traits::kMostCols) {
+    add_dq<kNextFirst>(buffers, weights_s, ds, dq_rows_g, k, cols, rows, params, next);
   }
 }
 
@@ -163,14 +174,17 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The keys of one CTA.
+// The keys of one CTA, and part `part` of the columns.
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const Arrays& arrays,
                                                  const KeyTileCoordinates& coords, const KeyWindow& window,
-                                                 int64 q_offset) {
+                                                 int64 q_offset, int part) {
   Smem& smem = shared_memory();
   const AttentionParams& forward = params.attention;
 
-  // Phase 1: the keys, and the queries that see any of them.
+  // Phase 1: the keys, the queries that see any of them, and the columns.
+  const int col = part * Traits::kPartDim, col_v = part * Traits::kPartDimV;
+  const int cols = min(Traits::kHeadDim - col, Traits::kMostCols);
+  const int cols_v = Traits::kHeadDimV - col_v;
   const int batch = coords.batch, kv_head = coords.kv_head, first_key = coords.first_key;
   const int keys = min(Traits::kTileK, window.keys - first_key);
   auto loop = group_loop(forward, window, coords, arrays.modifiers.blocks);
@@ -181,8 +195,8 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   };
 
   // Phase 2: one tile of queries after the other.
-  Product<Traits::kTileK, Traits::kPaddedDim> dk;
-  Product<Traits::kTileK, Traits::kPaddedDimV> dv;
+  Product<Traits::kTileK, Traits::kPartDim> dk;
+  Product<Traits::kTileK, Traits::kPartDimV> dv;
   dk.clear();
   dv.clear();
   Buffers buffers(smem.buffers);
@@ -197,8 +211,8 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
     const Rows<Traits::Scalar> dout = {head_rows(arrays.dout_g, params.dout, batch, head, first_row), params.dout.seq,
                                        tile.rows};
     const Traits::DoutVSlices dout_v = {{dout}, {v}};
-    const Traits::DoutPanels dout_panels = {dout, Traits::kHeadDimV};
-    const Traits::QPanels q_panels = {q, Traits::kHeadDim};
+    const Traits::DoutPanels dout_panels = {from_column(dout, col_v), cols_v};
+    const Traits::QPanels q_panels = {from_column(q, col), cols};
     const Traits::QKSlices next = {{q_of(next_tile)}, {k}};
     const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g,
                             TileCoordinates{batch, head, kv_head, 0, forward.sq, forward.sk}, q_offset,
@@ -212,18 +226,20 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
     multiply_columns<Traits::kHeadDim>(s, buffers, Traits::QKSlices{{q}, {k}}, dout_v);
     HeadScores::store_sums(smem.sums, sums);
     multiply_columns<Traits::kHeadDimV>(dp, buffers, dout_v, dout_panels);
-    head_scores.turn_to_gradients(
-        s, dp, smem.sums, first_row, first_key, loop.partial(tile),
-        [&](float ds, int row, int key) { write_dbias<DBIAS>(arrays.dbias_g, ds, batch, head, row, key, params); });
+    head_scores.turn_to_gradients(s, dp, smem.sums, first_row, first_key, loop.partial(tile),
+                                  [&](float ds, int row, int key) {
+                                    if (part == 0)
+                                      write_dbias<DBIAS>(arrays.dbias_g, ds, batch, head, row, key, params);
+                                  });
 
     __syncthreads();  // weights: the sums have been read
     multiply_rows<Traits::kPartQ>(dv, buffers, weights_s, dout_panels, q_panels,
                                   [&](int part) { s.store_by_row<Traits::kPartQ>(weights_s, part); });
     const auto write_ds = [&](int part) { dp.store_by_row<Traits::kPartQ>(weights_s, part); };
     if constexpr (ONE_PASS) {
-      multiply_rows<Traits::kPartQ>(dk, buffers, weights_s, q_panels, k_panels<0>(k), write_ds);
-      float* dq_rows_g = head_rows(arrays.dq_g, params.dq, batch, head, first_row);
-      add_dq(buffers, weights_s, dp, dq_rows_g, k, tile.rows, params, next);
+      multiply_rows<Traits::kPartQ>(dk, buffers, weights_s, q_panels, k_panels<0>(from_column(k, col), cols), write_ds);
+      float* dq_rows_g = head_rows(arrays.dq_g, params.dq, batch, head, first_row) + col;
+      add_dq(buffers, weights_s, dp, dq_rows_g, from_column(k, col), cols, tile.rows, params, next);
     } else {
       multiply_rows<Traits::kPartQ>(dk, buffers, weights_s, q_panels, next, write_ds);
     }
@@ -232,10 +248,10 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
 
   // Phase 3: scale and store.
   const int stored = forward.sk - first_key;
-  store_product<Traits::kHeadDim>(dk, head_rows(arrays.dk_g, params.dk, batch, kv_head, first_key), params.dk.seq,
-                                  stored, params.scale, params);
-  store_product<Traits::kHeadDimV>(dv, head_rows(arrays.dv_g, params.dv, batch, kv_head, first_key), params.dv.seq,
-                                   stored, 1.f, params);
+  store_product(dk, head_rows(arrays.dk_g, params.dk, batch, kv_head, first_key) + col, params.dk.seq, stored, cols,
+                params.scale, params);
+  store_product(dv, head_rows(arrays.dv_g, params.dv, batch, kv_head, first_key) + col_v, params.dv.seq, stored, cols_v,
+                1.f, params);
 }
 
 extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS) ENTRY(attention_backward_f32_dkdv)(
@@ -250,11 +266,26 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS) ENTRY(at
   const AttentionParams& longest = sequences.attention;
   const auto& backward = params_of(params, own.queries(), own.keys());
   const RowSpan queries = own.queries(), keys = own.keys();
-  add_up_gradients(backward,
-                   {rows_from(dout_g, backward.dout, queries), rows_from(q_g, longest.q, queries),
-                    rows_from(k_g, longest.k, keys), rows_from(v_g, longest.v, keys),
-                    rows_from(lse_g, longest.lse, queries), delta_g + static_cast<int64>(queries.begin) * longest.heads,
-                    bias_g, mask_g, slopes_g, rows_from(dq_g, backward.dq, queries), rows_from(dk_g, backward.dk, keys),
-                    rows_from(dv_g, backward.dv, keys), dbias_g, modifiers},
-                   own.coords(), own.window(), own.q_offset());
+  const Arrays arrays = {rows_from(dout_g, backward.dout, queries),
+                         rows_from(q_g, longest.q, queries),
+                         rows_from(k_g, longest.k, keys),
+                         rows_from(v_g, longest.v, keys),
+                         rows_from(lse_g, longest.lse, queries),
+                         delta_g + static_cast<int64>(queries.begin) * longest.heads,
+                         bias_g,
+                         mask_g,
+                         slopes_g,
+                         rows_from(dq_g, backward.dq, queries),
+                         rows_from(dk_g, backward.dk, keys),
+                         rows_from(dv_g, backward.dv, keys),
+                         dbias_g,
+                         modifiers};
+  if constexpr (Traits::kParts == 1) {
+    add_up_gradients(backward, arrays, own.coords(), own.window(), own.q_offset(), 0);
+  } else {
+#pragma unroll 1
+    for (int part = 0; part < Traits::kParts; part++) {
+      add_up_gradients(backward, arrays, own.coords(), own.window(), own.q_offset(), part);
+    }
+  }
 }

@@ -137,8 +137,8 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   }
 
   // Phase 3: scale and store.
-  store_product<Traits::kHeadDim>(dq, head_rows(arrays.dq_g, params.dq, batch, head, first_row), params.dq.seq, rows,
-                                  params.scale, params);
+  store_product(dq, head_rows(arrays.dq_g, params.dq, batch, head, first_row), params.dq.seq, rows, Traits::kHeadDim,
+                params.scale, params);
 }
 
 extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)

@@ -95,7 +95,7 @@ struct SlicePair {
 // kDepth of kRows rows to a step, of each kColumns columns: the rows are the depth. `cols` of the columns exist.
 template <typename Scalar, int kRows, int kColumns, int kVec>
 struct RowPanels {
-  static constexpr int kDepth = kColumns > 128 ? 8 : 16;
+  static constexpr int kDepth = kColumns > 256 ? 4 : kColumns > 128 ? 8 : 16;
   static constexpr int kSteps = kRows / kDepth;
   static constexpr int kQuads = kDepth * kColumns / 4 / kProductThreads;
   static_assert(kDepth * kColumns <= kBufferFloats && kQuads * 4 * kProductThreads == kDepth * kColumns,

@@ -78,7 +78,7 @@ struct Product {
   // Add `depth` outer products, in groups, of depths from first_a on of A and of B's kDepth: beyond `depth` are zeros.
   template <int kDepth>
   __device__ __forceinline__ void add(uint32 a_s, int first_a, uint32 b_s, int depth = kDepth) {
-    constexpr int kGroup = 8, kGroups = kDepth / kGroup;
+    constexpr int kGroup = kDepth < 8 ? kDepth : 8, kGroups = kDepth / kGroup;
     constexpr uint32 kRowBytes = kRows * sizeof(float), kColumnBytes = kColumns * sizeof(float);
     const uint32 a_at_s = a_s + slot_offset<kRows>(first_a, thread_row() * kRowGroup);
     const uint32 b_at_s = b_s + thread_column() * (kColumnGroup * sizeof(float));

@@ -7,17 +7,17 @@
 // rows by 2 PAIRS keys of S and 8 rows by Dv / COLUMN_LANES columns of the output, so that 16 loads of 16 bytes from
 // shared memory feed 256 multiplications: shared memory would bind with less. Q and K of that many rows do not fit
 // at the same time; they pass through shared memory in slices of 16 columns, Q again for each key tile, and V in
-// panels of 16 keys.
+// panels of 16 keys. Above head dim 256 a thread owns 4 rows, whose outputs fill its registers, and a panel has 8 keys.
 //
 // Shapes    AttentionParams (params.cuh), or VarlenParams (varlen_params.cuh): packed sequences (sequences.cuh).
-//           HEAD_DIM and HEAD_DIM_V from 1 to 256. float32 inside, one rounding at the store.
+//           HEAD_DIM and HEAD_DIM_V from 1 to 512. float32 inside, one rounding at the store.
 // Tiles     kTileQ = WARPS * kWarpRows query rows by kTileK keys; a warp owns its rows alone, and P passes from the
 //           layout of S to that of the output through shared memory of the warp's own.
 // Grid      B * H * ceil(Sq / kTileQ) CTAs (cooperative thread arrays: blocks of threads) of WARPS warps; under
 //           causal order the longest rows start first.
 // Budget    shared memory: two buffers (one computed, one filled) and P; registers: S, the accumulator, m, l and what
 //           is on the way to the next buffer.
-// Barriers  one per buffer: ceil(D / 16) + PAIRS * COLUMN_LANES / 8 a key tile, 1,024 multiplications apart.
+// Barriers  one per buffer: ceil(D / 16) + 2 PAIRS * COLUMN_LANES / PANEL_KEYS a key tile, 1,024 multiplications apart (half above D 256).
 // Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
 //           gives out = 0 and lse = -inf, or its sink. Rows of packed arrays that belong to no sequence are not
 //           touched.

@@ -2,9 +2,10 @@
 #pragma once
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(COLUMN_LANES) || \
-    !defined(PAIRS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(THREAD_ROWS) || !defined(PAIRS) || !defined(PANEL_KEYS) || !defined(VEC) || !defined(MIN_CTAS) ||    \
+    !defined(SHARED_BYTES)
 #error \
-    "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, COLUMN_LANES, PAIRS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, COLUMN_LANES, THREAD_ROWS, PAIRS, PANEL_KEYS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
@@ -50,9 +51,9 @@ struct Traits {
   static constexpr bool kSinks = kGiven<SINKS>, kDropout = DROPOUT;
 
   using Grid = LaneGrid<COLUMN_LANES>;
-  using Scores = ScoreTile<Grid, 8, PAIRS>;
+  using Scores = ScoreTile<Grid, THREAD_ROWS, PAIRS>;
   static constexpr int kRows = Scores::kRows;  // per thread
-  using Probabilities = ProbabilityPanel<Scores>;
+  using Probabilities = ProbabilityPanel<Scores, PANEL_KEYS>;
   static constexpr int kWarpRows = Scores::kWarpRows;
   static constexpr int kTileQ = WARPS * kWarpRows;
   static constexpr int kTileK = Scores::kTileK;
@@ -63,8 +64,8 @@ struct Traits {
 
   using Columns = OutputColumns<kHeadDimV, COLUMN_LANES>;
   static constexpr int kColumns = Columns::kItems;
-  using Panel = PanelShape<kColumns, COLUMN_LANES>;
-  static constexpr int kPanels = COLUMN_LANES / 8;  // to a pair of each column lane
+  using Panel = PanelShape<PANEL_KEYS, kColumns, COLUMN_LANES>;
+  static constexpr int kPanels = 2 * COLUMN_LANES / PANEL_KEYS;  // to a pair of each column lane
 
   using DenseLoader = ForwardLoader<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
   using Softmax = ::Softmax<Scores, kColumns>;
@@ -74,7 +75,7 @@ struct Traits {
   // (H200, 2026-11-20).
   static constexpr int kUnrolled = kColumns > 8 || Pass::kNeeded ? 4 : 8;
 
-  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kHeadDim >= 1 && kHeadDim <= 512 && kHeadDimV >= 1 && kHeadDimV <= 512, "head dims are 1 to 512");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
 };
 

@@ -2,7 +2,7 @@
 // its share, from global memory to registers as they are and later from there, widened to float32, to shared memory; so
 // the latency of the loads passes under the arithmetic in between.
 //
-// A buffer holds a slice of Q and K (16 columns of all rows of the tile) or a panel of V (16 keys, all columns). Keys
+// A buffer holds a slice of Q and K (16 columns of all rows of the tile) or a panel of V (16 or 8 keys, all columns). Keys
 // are in the order in which the lanes read them (score_tile.cuh). That order permutes the bits of a key's number, so
 // that the keys of one thread lie a constant apart.
 #pragma once
@@ -92,10 +92,11 @@ struct SliceShape {
   __device__ __forceinline__ static constexpr uint32 flip(int chunk) { return chunk % kChunks * (8 * sizeof(float)); }
 };
 
-// A panel of V: 16 keys, two of each of 8 column lanes.
-template <int kLaneColumns, int kColumnLanes>
+// A panel of V: two keys of each of 8 column lanes, or of 4.
+template <int kKeys_, int kLaneColumns, int kColumnLanes>
 struct PanelShape {
-  static constexpr int kKeys = 16;
+  static constexpr int kKeys = kKeys_;
+  static_assert(kKeys == 16 || kKeys == 8, "two keys of 8 or of 4 column lanes");
   static constexpr int kRowBytes = kColumnLanes * kLaneColumns * 4;
   static constexpr int kRowQuads = kRowBytes / kQuadBytes;
   static constexpr int kBytes = kKeys * kRowBytes;
@@ -109,7 +110,7 @@ struct ForwardLoader {
   using Slice = Slice_;
   using Panel = Panel_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kVec = kVec_;
-  // Four threads to a row of a slice, kThreads / 16 to a row of a panel.
+  // Four threads to a row of a slice, kThreads / Panel::kKeys to a row of a panel.
   static constexpr int kPassRows = kThreads / Slice::kChunks;
   static constexpr int kQPasses = Slice::kTileQ / kPassRows;
   static constexpr int kKPasses = Slice::kTileK / kPassRows;
@@ -145,7 +146,7 @@ struct ForwardLoader {
   }
   // The key of the tile in a row of a panel of V, and in that column of P: pair by pair, the lanes in order.
   __device__ __forceinline__ static constexpr int panel_key(int pair, int panel, int row) {
-    return Scores::key_at(8 * panel + row / 2, pair, row % 2);
+    return Scores::key_at(Panel::kKeys / 2 * panel + row / 2, pair, row % 2);
   }
 
   // Slice `slice` of Q, and of the keys from first_key on, to registers.

@@ -1,7 +1,7 @@
 // The two products of the float32 flash kernel, S = Q K^T and O += P V, as outer products of what a warp reads from
 // shared memory (products.cuh; the buffers: forward_loader.cuh, the lanes: score_tile.cuh).
 //
-// P passes from the layout of S to that of O through shared memory of the warp's own, in panels of 16 keys as V: key by
+// P passes from the layout of S to that of O through shared memory of the warp's own, in panels of as many keys as V: key by
 // key, the warp's rows side by side. A group of four rows is XORed with the number of its pair of keys, so that the
 // lanes that store four pairs at a time meet in no bank.
 #pragma once
@@ -45,18 +45,18 @@ __device__ __forceinline__ void multiply_q_k(Scores& scores, uint32 q_s, uint32 
                           });
 }
 
-// A panel of P of a warp: 16 keys, two of each of 8 column lanes.
-template <typename Scores>
+// A panel of P of a warp: two keys of each of 8 column lanes, or of 4.
+template <typename Scores, int kKeys_>
 struct ProbabilityPanel {
   using Grid = typename Scores::Grid;
-  static constexpr int kKeys = 16;
+  static constexpr int kKeys = kKeys_;
   static constexpr uint32 kPairBytes = 2 * Scores::kWarpRows * sizeof(float);
   static constexpr uint32 kBytes = kKeys / 2 * kPairBytes;
 
   // The position of the thread's rows i to i + 3 of key e within its pair of keys.
   __device__ __forceinline__ static uint32 offset(int i, int e, int pair) {
     constexpr uint32 kLaneBits = Grid::kRowLanes * kQuadBytes - 1;
-    const uint32 flip = pair % 4 * (2 * kQuadBytes);
+    const uint32 flip = pair % 4 * (2 * kQuadBytes) % kPairBytes;
     const uint32 group = e * (kPairBytes / 2) + i * Grid::kRowLanes * sizeof(float);
     return (group ^ (flip & ~kLaneBits)) + (Grid::row_lane() * kQuadBytes ^ (flip & kLaneBits));
   }
@@ -92,9 +92,8 @@ __device__ __forceinline__ void load_v(float (&v)[Columns::kItems], uint32 v_s, 
 // O += P V over one panel of P at p_s and of V at v_s, kUnrolled keys at a time.
 template <int kUnrolled, typename Scores, typename Panel, typename Columns>
 __device__ __forceinline__ void multiply_p_v(float (&acc)[Scores::kRows][Columns::kItems], uint32 p_s, uint32 v_s) {
-  using Probabilities = ProbabilityPanel<Scores>;
+  using Probabilities = ProbabilityPanel<Scores, Panel::kKeys>;
   constexpr int kGroups = Panel::kKeys / kUnrolled;
-  static_assert(int{Panel::kKeys} == Probabilities::kKeys, "P and V in panels of as many keys");
   add_products<kUnrolled>(
       acc, kGroups, [&](float (&p)[Scores::kRows], float (&v)[Columns::kItems], int group, int step) {
         const int first = group % kGroups * kUnrolled, pair = (first + step) / 2;

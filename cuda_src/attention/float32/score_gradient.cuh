@@ -25,6 +25,8 @@ struct BackwardTraits {
   static constexpr int kVec = VEC;
   static constexpr int kTileQ = TILE_Q;
   static constexpr int kTileK = TILE_K;
+  // Columns with those that threads add.
+  __host__ __device__ static constexpr int padded(int columns) { return round_up(columns, 4 * kThreadColumns); }
   static constexpr int kPaddedDim = round_up(kHeadDim, 4 * kThreadColumns);
   static constexpr int kPaddedDimV = round_up(kHeadDimV, 4 * kThreadColumns);
   // Slices of queries' and keys' rows fill a buffer.
@@ -39,7 +41,7 @@ struct BackwardTraits {
   static constexpr int kWeightFloats = kPartQ * kTileK;
   static_assert(kPartQ * kTileK == kPartK * kTileQ && kTileQ % kPartQ == 0 && kTileK % kPartK == 0, "whole parts");
   static_assert(kTileQ <= kProductThreads, "each thread brings the sums of one row at the most");
-  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kHeadDim >= 1 && kHeadDim <= 512 && kHeadDimV >= 1 && kHeadDimV <= 512, "head dims are 1 to 512");
 };
 
 // Scores of kTileQ queries by kTileK keys, as the options of the scores take them.
@@ -176,11 +178,11 @@ __device__ __forceinline__ void multiply_rows(Result& product, Buffers& buffers,
   });
 }
 
-// Round and store what exists of a result whose rows are those of an array from rows_g on.
-template <int kCols, typename Result>
+// Round and store what exists of a result whose rows and columns are those of an array from rows_g on.
+template <typename Result>
 __device__ __forceinline__ void store_product(const Result& product, BackwardTraits::Scalar* rows_g, int64 row_stride,
-                                              int rows, float factor, const BackwardParams& params) {
-  product.for_each(rows, kCols, [&](float x, int row, int col) {
+                                              int rows, int cols, float factor, const BackwardParams& params) {
+  product.for_each(rows, cols, [&](float x, int row, int col) {
     store_gradient(rows_g + row * row_stride + col, factor * x, params);
   });
 }

@@ -28,7 +28,7 @@ using float16 = __half;
 using float32 = float;
 using Item = DTYPE;
 
-static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 256 && HEAD_DIM_V >= 1 && HEAD_DIM_V <= 256, "head dims are 1 to 256");
+static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 512 && HEAD_DIM_V >= 1 && HEAD_DIM_V <= 512, "head dims are 1 to 512");
 static_assert(THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "reductions halve the number of threads");
 constexpr int kColumns = (HEAD_DIM_V + THREADS - 1) / THREADS;  // output columns of a thread
 constexpr float kLowest = -3.402823466e38f;                     // a maximum without keys: m - m is 0, not NaN

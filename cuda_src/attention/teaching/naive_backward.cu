@@ -35,7 +35,7 @@ using float16 = __half;
 using float32 = float;
 using Item = DTYPE;
 
-static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 256 && HEAD_DIM_V >= 1 && HEAD_DIM_V <= 256, "head dims are 1 to 256");
+static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 512 && HEAD_DIM_V >= 1 && HEAD_DIM_V <= 512, "head dims are 1 to 512");
 static_assert(THREADS <= 1024, "a CTA has at most 1,024 threads");
 
 struct Strides {

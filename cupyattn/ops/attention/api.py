@@ -130,7 +130,7 @@ def attention(
     r"""Attend: ``softmax(softmax_scale * q @ k.T) @ v`` for every head, without storing the scores.
 
     Letters: B batch, Sq and Sk query and key length, H query heads, G key-value heads (H a
-    multiple of G), D head dim, Dv value head dim (each 1 to 256).
+    multiple of G), D head dim, Dv value head dim (each 1 to 512).
 
     Parameters
     ----------

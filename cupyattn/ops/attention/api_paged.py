@@ -110,7 +110,7 @@ def paged_attention(
 
     A step of decoding, a prompt, or a chunk of one: any number of query tokens a sequence, whose
     own keys and values are in the cache already. Letters: B batch, Sq query tokens, H query heads,
-    G key-value heads (H a multiple of G), D head dim (1 to 256).
+    G key-value heads (H a multiple of G), D head dim (1 to 512).
 
     Parameters
     ----------

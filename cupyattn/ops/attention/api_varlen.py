@@ -128,7 +128,7 @@ def attention_varlen(
 
     The result is that of one call of `attention` for each sequence, without padding and in one
     launch. Letters: B sequences, total_q and total_k rows of all of them together, H query heads,
-    G key-value heads (H a multiple of G), D head dim, Dv value head dim (each 1 to 256).
+    G key-value heads (H a multiple of G), D head dim, Dv value head dim (each 1 to 512).
 
     Parameters
     ----------

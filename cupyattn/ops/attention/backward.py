@@ -11,7 +11,13 @@ import numpy as np
 
 from cupyattn.ops.attention.backward_tensor_core import sum_step, tensor_core_plan
 from cupyattn.ops.attention.block_mask import block_lists
-from cupyattn.ops.attention.choice import ARITHMETIC, IMPLEMENTATIONS, interleaving, require_kernels
+from cupyattn.ops.attention.choice import (
+    IMPLEMENTATIONS,
+    arithmetic,
+    interleaving,
+    require_kernels,
+    takes_head_dims,
+)
 from cupyattn.ops.attention.forward import place_queries, require_sizes, teaching_params
 from cupyattn.ops.attention.kernels import teaching
 from cupyattn.ops.attention.kernels.float32 import backward
@@ -101,7 +107,8 @@ def _choose(
     if problem.options.implementation == "naive":
         return _naive_plan, ("implementation='naive' was passed",)
     dtype = problem.dtype.name
-    on_tensor_cores = traits.has_mma(dtype) or (traits.native and dtype == "bfloat16")
+    dims = problem.head_dim, problem.head_dim_v
+    on_tensor_cores = traits.multiplies(dtype) and takes_head_dims("backward", *dims)
     if deterministic:
         passes = "dq has a kernel of its own: deterministic=True excludes atomic additions"
     elif on_tensor_cores or _float32_in_one_pass(problem):
@@ -109,7 +116,7 @@ def _choose(
     else:
         passes = f"dq has a kernel of its own: packed rows of {dtype} are not summed in float32"
     return tensor_core_plan if on_tensor_cores else _float32_plan, (
-        ARITHMETIC[on_tensor_cores].format(dtype=dtype),
+        arithmetic("tensor_core" if on_tensor_cores else "float32", dtype, dims, traits),
         passes,
     )
 

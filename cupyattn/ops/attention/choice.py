@@ -34,6 +34,7 @@ from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import FloatFlashConfig
 from cupyattn.ops.attention.kernels.native import NativeConfig
 from cupyattn.ops.attention.kernels.options import FlashOptions
+from cupyattn.ops.attention.kernels.teaching.forward import MOST_TILED_DIM
 from cupyattn.ops.attention.kernels.tensor_core import forward as tensor_core
 from cupyattn.ops.attention.kernels.tensor_core.forward import (
     TALL,
@@ -126,12 +127,13 @@ def choose_forward(
         rotated: tuple[str, ...] = ("q", "k") if rotary else ()
         inner = in_scratch(problem, rotated) if rotated else problem
         laid = with_results(inner, outputs)
-        arithmetic = DECODE_ARITHMETIC[launch_of(inner, traits).tensor_cores]
-        why = reason, arithmetic.format(dtype=problem.dtype.name)
+        how_decoded = DECODE_ARITHMETIC[launch_of(inner, traits).tensor_cores]
+        why = reason, how_decoded.format(dtype=problem.dtype.name)
         return ForwardChoice("decode", why, inner, laid, rotated)
     dtype = problem.dtype.name
-    kernels = _kernels_of(dtype, traits)
-    reasons = [_ARITHMETIC[kernels].format(dtype=dtype)]
+    dims = problem.head_dim, problem.head_dim_v
+    kernels = _kernels_of(dtype, dims, traits)
+    reasons = [arithmetic(kernels, dtype, dims, traits)]
     inner, rotated = problem, ()
     if rotary and kernels == "tensor_core" and _rotates_queries(problem, traits):
         inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
@@ -151,23 +153,53 @@ def choose_forward(
     return ForwardChoice(kernels, tuple(reasons), inner, laid, *how)
 
 
-ARITHMETIC = {
-    True: "{dtype} runs on tensor cores",
-    False: "{dtype} runs in float32 arithmetic on this GPU",
+TENSOR_CORE_HEAD_DIMS: Mapping[str, int] = {
+    "native": 256,
+    "native_paged": 256,
+    "tensor_core": 256,
+    "tensor_core_paged": 256,
+    "backward": 256,
 }
-"""The reason for the kernels of a dtype, by whether the GPU has tensor cores for it."""
+"""The largest D and Dv of each family of kernels on tensor cores; others take float32 arithmetic.
+
+Decode kernels have a table of head dims (`kernels.decode.TENSOR_CORES`).
+"""
+
+
+def takes_head_dims(family: str, head_dim: int, head_dim_v: int) -> bool:
+    """Tell whether a family of kernels on tensor cores has kernels for these head dims.
+
+    Examples
+    --------
+    >>> takes_head_dims("tensor_core", 128, 64)
+    True
+    """
+    return max(head_dim, head_dim_v) <= TENSOR_CORE_HEAD_DIMS[family]
+
+
 _ARITHMETIC = {
     "native": "{dtype} runs on tensor cores, with cp.async and mma.m16n8k16",
-    "tensor_core": ARITHMETIC[True],
-    "float32": ARITHMETIC[False],
+    "tensor_core": "{dtype} runs on tensor cores",
+    "float32": "{dtype} runs in float32 arithmetic on this GPU",
 }
 
 
-def _kernels_of(dtype: str, traits: DeviceTraits) -> str:
-    """Name the kernels that run the forward of a dtype."""
-    if traits.native and dtype in native.DTYPES:
+def arithmetic(kernels: str, dtype: str, dims: tuple[int, int], traits: DeviceTraits) -> str:
+    """Return the reason for the kernels of a dtype and of head dims, by their name.
+
+    `kernels` is "native", "tensor_core" or "float32".
+    """
+    if kernels == "float32" and traits.multiplies(dtype):
+        return f"{dtype} of head dim {max(dims)} runs in float32 arithmetic"
+    return _ARITHMETIC[kernels].format(dtype=dtype)
+
+
+def _kernels_of(dtype: str, dims: tuple[int, int], traits: DeviceTraits) -> str:
+    """Name the kernels that run the forward of a dtype and of head dims."""
+    if traits.native and dtype in native.DTYPES and takes_head_dims("native", *dims):
         return "native"
-    return "tensor_core" if traits.has_mma(dtype) else "float32"
+    on_tensor_cores = traits.has_mma(dtype) and takes_head_dims("tensor_core", *dims)
+    return "tensor_core" if on_tensor_cores else "float32"
 
 
 def require_kernels(problem: AttentionProblem, table: Implementations, function: str) -> None:
@@ -176,7 +208,7 @@ def require_kernels(problem: AttentionProblem, table: Implementations, function:
     Raises
     ------
     NotImplementedError
-        If there are none, or they lack an option of the problem.
+        If there are none, or they lack an option or the head dims of the problem.
     """
     require_kernel_dtype("q", problem.dtype)
     name = problem.options.implementation
@@ -203,6 +235,15 @@ def require_kernels(problem: AttentionProblem, table: Implementations, function:
             f"implementation={name!r}",
             "its kernels do not have it; the CPU path has every option",
             instead + _CPU,
+        )
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if name == "tiled" and largest > MOST_TILED_DIM:
+        raise error(
+            NotImplementedError,
+            f"a head dim of {largest} in {function} on a GPU or the emulator with "
+            f"implementation={name!r}",
+            f"its kernel takes head dims up to {MOST_TILED_DIM}; the CPU path takes all",
+            f"pass implementation='flash', or {_CPU}",
         )
     for option, given in problem.functions.given.items():
         if given.expression:
@@ -263,7 +304,8 @@ def _decodes_faster(problem: AttentionProblem, traits: DeviceTraits) -> bool:
     if units_of(problem, launch) > MOST_UNITS:
         return False
     filled = min(1.0, problem.batch * problem.heads / (traits.multiprocessors * _FLASH_CTAS_PER_SM))
-    on_tensor_cores = traits.multiplies(problem.dtype.name)
+    dims = problem.head_dim, problem.head_dim_v
+    on_tensor_cores = _kernels_of(problem.dtype.name, dims, traits) != "float32"
     passes = _PASSES_OF_A_LOOP if on_tensor_cores else _PASSES_OF_A_FLOAT_LOOP
     group = problem.heads // problem.kv_heads
     return row_tiles_of(problem, launch) * filled <= max(1.0, passes * group)

@@ -15,7 +15,7 @@ from cupyattn.ops.attention.checks import (
     require_heads,
     require_heads_options,
 )
-from cupyattn.ops.attention.choice import ARITHMETIC, MAX_QUERIES, interleaving
+from cupyattn.ops.attention.choice import MAX_QUERIES, arithmetic, interleaving, takes_head_dims
 from cupyattn.ops.attention.decode import (
     DECODE_ARITHMETIC,
     MOST_UNITS,
@@ -310,7 +310,7 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     laid = with_results(problem, outputs)
     dtype = problem.dtype.name
     if not decoded:
-        traits.choices.because(reason, ARITHMETIC[traits.multiplies(dtype)].format(dtype=dtype))
+        traits.choices.because(reason, _arithmetic_of_prompts(problem, traits))
         plan = planner.plan(_prefill_step(problem, laid, planner, traits))
         return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))
     if problem.batch == 0 or problem.heads == 0:
@@ -427,18 +427,36 @@ def _prefill_step(
     return step_of(kernel, ctas, slots, _prefill_params(problem, laid), **places)
 
 
+def _family_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> str:
+    """Name the kernels of prompts: "native", "tensor_core" or "float32"."""
+    dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
+    stored = problem.layouts.k.dtype.name
+    in_native = traits.native and dtype in native.DTYPES and stored == dtype
+    if in_native and takes_head_dims("native_paged", *dims):
+        return "native"
+    on_tensor_cores = traits.multiplies(dtype) and takes_head_dims("tensor_core_paged", *dims)
+    return "tensor_core" if on_tensor_cores else "float32"
+
+
+def _arithmetic_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> str:
+    """Return the reason for the kernels of prompts."""
+    kernels = "float32" if _family_of_prompts(problem, traits) == "float32" else "tensor_core"
+    return arithmetic(kernels, problem.dtype.name, (problem.head_dim, problem.head_dim_v), traits)
+
+
 def _prefill_kernel(
     problem: PagedProblem, laid: PagedArrays[Layout], traits: DeviceTraits
 ) -> tuple[Specialisation, int]:
     """Choose the kernel by dtype, head dim, options and how rows lie; and say its query rows."""
     dtype, cache = problem.dtype.name, problem.layouts.k.dtype.name
     dim, options = problem.head_dim, score_options(problem)
-    if traits.native and dtype in native.DTYPES and cache == dtype:
+    family = _family_of_prompts(problem, traits)
+    if family == "native":
         vec = _together(problem, laid, vector_items(dtype))
         native_row = native.flash_row(traits.arch, dim, dim, options)
         shape = traits.arch, dtype, dim, dim, vec, options
         return native.flash(*shape, native.PAGED), native_row.tile_q
-    if traits.multiplies(dtype):
+    if family == "tensor_core":
         vec = _together(problem, laid, vector_items(dtype))
         row = tensor_core.forward.paged_row(traits.arch, dim, cache)
         kernel = tensor_core.forward.paged(traits.arch, dim, vec, options, cache, dtype)

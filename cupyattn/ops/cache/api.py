@@ -56,7 +56,7 @@ def append_kv(
 
     The same launch normalises each head of k, and of q if it is given, applies the rotary position
     embedding to them, and quantises k and v for quantised caches. Letters: G key-value heads, H
-    query heads, D head dim (1 to 256).
+    query heads, D head dim (1 to 512).
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ def gather(
     r"""Gather the keys and values of sequences from the blocks of a paged cache.
 
     `attention` takes the results, with ``seqused_k=seqlens_k``. Letters: B sequences, G key-value
-    heads, D head dim (1 to 256).
+    heads, D head dim (1 to 512).
 
     Parameters
     ----------

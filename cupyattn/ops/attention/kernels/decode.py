@@ -237,7 +237,8 @@ def forward(
 ) -> Specialisation:
     """Specialise the kernel that loops over the keys; `loader` is one of `LOADERS`."""
     tensor_core_rows = 8 if launch.head_dim <= 128 else 4
-    pass_rows = tensor_core_rows if launch.tensor_cores else launch.config.rows
+    float_rows = launch.config.rows if launch.head_dim <= 256 else launch.config.rows // 2
+    pass_rows = tensor_core_rows if launch.tensor_cores else float_rows
     row_bytes = (round_up(launch.head_dim, 4) + 4) * FLOAT_BYTES
     return FORWARD.specialise(
         threads=WARPS * WARP_SIZE,

@@ -111,6 +111,8 @@ class FloatConfig:
     thread_rows: int
     ctas_per_sm: int
     reason: str
+    column_parts: int = 1
+    """Parts of the columns of dk and dv, for each of which the scores are computed again."""
     gates: Gates = Gates()
 
 
@@ -121,11 +123,13 @@ _TURING_DKDV = {
     ),
     128: FloatConfig(64, 64, 8, 2, "dK and dV, 8 x 8 a thread each: room for 8 x 4 scores"),
     256: FloatConfig(64, 32, 8, 2, "half the keys: dK and dV take 128 registers again"),
+    512: FloatConfig(64, 32, 8, 2, "half the columns at a time: as many registers", column_parts=2),
 }
 _TURING_DQ = {
     64: FloatConfig(128, 64, 16, 2, "8 x 8 scores and 8 x 8 of dQ a thread"),
     128: FloatConfig(64, 64, 8, 2, "as dK and dV"),
     256: FloatConfig(32, 64, 8, 2, "half the queries: dQ takes 64 registers"),
+    512: FloatConfig(32, 64, 8, 2, "as of half the columns: dQ takes 128 registers"),
 }
 _DKDV_GATES = {
     64: Gates(0.67, most_spills=208),
@@ -215,6 +219,7 @@ def dkdv(
         reason=row.reason,
         ONE_PASS=cpp_bool(one_pass),
         DBIAS=dbias,
+        COLUMN_PARTS=row.column_parts,
         **_macros(dtype, head_dim, head_dim_v, vec, options, row),
     )
 

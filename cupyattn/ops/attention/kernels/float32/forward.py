@@ -35,13 +35,16 @@ KERNELS = (KERNEL, PAGED, VARLEN, SPLIT)
 
 @dataclass(frozen=True)
 class FloatFlashConfig:
-    """A warp's lanes are 32 / column_lanes by column_lanes; each owns 8 rows and 2 * pairs keys."""
+    """A warp's lanes are 32 / column_lanes by column_lanes; each owns rows, and 2 * pairs keys."""
 
     column_lanes: int
     pairs: int
     warps: int
     ctas_per_sm: int
     reason: str
+    thread_rows: int = 8
+    panel_keys: int = 16
+    """Keys of V that pass through shared memory at a time."""
     gates: Gates = Gates()
 
     @property
@@ -52,7 +55,7 @@ class FloatFlashConfig:
     @property
     def warp_rows(self) -> int:
         """Query rows per warp."""
-        return 8 * WARP_SIZE // self.column_lanes
+        return self.thread_rows * WARP_SIZE // self.column_lanes
 
     @property
     def tile_k(self) -> int:
@@ -66,6 +69,7 @@ _TURING = {
     128: FloatFlashConfig(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
     160: FloatFlashConfig(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
     256: FloatFlashConfig(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
+    512: FloatFlashConfig(16, 2, 8, 1, "4 x 32 outputs a thread", thread_rows=4, panel_keys=8),
 }
 _GATES = {
     64: Gates(0.99, items=0.97, options=0.95, most_spills=176),
@@ -78,7 +82,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that Turing's tensor cores do not take; float16 too, for GPUs that have none."""
 VECTOR_ITEMS = 4
 """Items that the float32 kernel loads at once where rows are aligned to so many."""
-_PANEL_KEYS = 16  # of V at a time
 _SLICE_ROW = 16 * FLOAT_BYTES  # bytes of a row of a slice of Q or K
 
 
@@ -114,7 +117,9 @@ def flash(
         HEAD_DIM_V=head_dim_v,
         WARPS=row.warps,
         COLUMN_LANES=row.column_lanes,
+        THREAD_ROWS=row.thread_rows,
         PAIRS=row.pairs,
+        PANEL_KEYS=row.panel_keys,
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
         **of_cache,
@@ -128,7 +133,7 @@ def _flash_shared_bytes(config: FloatFlashConfig, head_dim_v: int) -> int:
     columns += columns % 4 == 3
     stage = max(
         (config.tile_q + config.tile_k) * _SLICE_ROW,
-        _PANEL_KEYS * config.column_lanes * columns * FLOAT_BYTES,
+        config.panel_keys * config.column_lanes * columns * FLOAT_BYTES,
     )
     return 2 * stage + config.tile_q * 2 * config.column_lanes * FLOAT_BYTES
 

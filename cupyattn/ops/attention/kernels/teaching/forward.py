@@ -60,6 +60,8 @@ TILED = {
         256: TiledConfig(8, 3, 1, "the most rows whose Q fits with a 32-key tile of 256 columns"),
     }
 }
+MOST_TILED_DIM = max(TILED[75])
+"""The largest head dim of the tiled kernel: a tile of 32 keys of 512 columns would fill 64 KB."""
 
 
 @cache
