@@ -32,7 +32,7 @@ PLAIN = [(40, TALL)]
 
 
 def test_the_first_row_is_the_usual_one_and_no_tile_is_longer():
-    for head_dim in (1, 33, 64, 72, 96, 128, 200, 256):
+    for head_dim in (1, 33, 64, 72, 96, 128, 200, 256, 257):
         rows = admissible_rows(75, head_dim, head_dim)
         assert next(iter(rows.values())) is flash_row(75, head_dim, head_dim)
         assert all(r.tile_k <= flash_longest_tile(75, head_dim, head_dim) for r in rows.values())

@@ -41,6 +41,11 @@ FLASH_F32_HEAD_DIMS = wider(
 )
 # (D, Dv) of which one is above 256: odd, with tails of a slice and of a quad, and the largest.
 WIDE_HEAD_DIMS = ((257, 264), (264, 500), (320, 64), (24, 384), (512, 512))
+# Any Dv at all, up to where warps that share rows have one, two, three and four groups of columns.
+ANY_WIDE = st.one_of(
+    st.tuples(st.integers(257, 512), st.integers(1, 512)),
+    st.tuples(st.integers(1, 512), st.integers(257, 512)),
+)
 # float32 where the emulator takes half as long, and the kernel is there; --deep has both.
 DIMS_OF_DTYPES = {
     **dict.fromkeys(DTYPES, ((64, 64),)), "float32": wider([(24, 40)], [(64, 64)]),
@@ -166,8 +171,19 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str, dims: tuple[int, int]
         assert reference.error_ratio(KERNELS.get(out), exact, bound) <= 1, large
 
 
-def test_heads_of_more_than_256_items():
-    problem = AttentionCase(B=1, Sq=19, Sk=71, H=2, G=1, D=264, Dv=500, dtype="float32")
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        *(("float16", (264, 500)), ("float32", (264, 500))),
+        *deep(
+            *(("float16", dims) for dims in itertools.product((257, 384, 512), (264, 320, 512))),
+            *(("float16", dims) for dims in ((500, 500), (320, 64), (64, 512))),
+        ),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, *deep(False)])
+def test_heads_of_more_than_256_items(dtype: str, dims: tuple[int, int], causal: bool):
+    problem = AttentionCase(1, 19, 71, 2, 1, *dims, dtype=dtype, options=(("causal", causal),))
     check(problem, "flash")
 
 
@@ -184,6 +200,16 @@ def test_heads_of_more_than_256_items():
 )
 def test_wide_heads_within_bounds_of_the_reference(problem: AttentionCase):
     check(problem, "flash")
+
+
+@pytest.mark.deep
+@examples(16)
+@given(
+    dims=ANY_WIDE, lengths=st.tuples(st.integers(1, 70), st.integers(0, 70)), causal=st.booleans()
+)
+def test_any_wide_head_dims(dims: tuple[int, int], lengths: tuple[int, int], causal: bool):
+    options = (("causal", causal),)
+    check(AttentionCase(1, *lengths, 1, 1, *dims, dtype="float16", options=options), "flash")
 
 
 @pytest.mark.deep

@@ -36,7 +36,9 @@ def both(x: Expression) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "of", [HALF, FLOAT, *deep((WIDE,), *((kind,) for kind in KINDS_DEEP))], ids=str
+    "of",
+    [HALF, FLOAT, *deep((WIDE,), (("float16", 264),), *((kind,) for kind in KINDS_DEEP))],
+    ids=str,
 )
 def test_both_within_the_bounds_of_what_they_stand_for(of):
     own, alike = both(case(*of))

@@ -47,7 +47,7 @@ def rotary_problems(
 
 TABLES = wider(("float32",), ("float16", "bfloat16"))
 # Whole chunks and tails, D != Dv; tables have any number of pairs.
-HALF_DIMS = wider([(24, 40)], [(80, 80), (64, 64), (128, 128), (5, 8), (256, 256)])
+HALF_DIMS = wider([(24, 40)], [(80, 80), (64, 64), (128, 128), (5, 8), (256, 256), (320, 257)])
 FLOAT_DIMS = wider([(24, 40)], [(64, 64), (5, 8)])
 # Phi-2 rotates 32 of its 80 features.
 PHI = RotaryProblem(

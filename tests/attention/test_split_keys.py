@@ -34,7 +34,10 @@ from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-HEAD_DIMS = wider([(64, 64), (24, 24)], [(40, 33), (128, 128), (192, 192), (256, 256), (1, 1)])
+HEAD_DIMS = wider(
+    [(64, 64), (24, 24)],
+    [(40, 33), (128, 128), (192, 192), (256, 256), (1, 1), (512, 512), (72, 257)],
+)
 DTYPES = wider(["float16", "float32"], ["bfloat16"])
 
 

@@ -21,7 +21,10 @@ from cupyattn.testing import AttentionCase
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 KINDS = {"option_views": FRUGAL["option_views"]}
-HEAD_DIMS = wider([(64, 64), (24, 40)], [(5, 8), (88, 80), (128, 128), (192, 72), (256, 256)])
+HEAD_DIMS = wider(
+    [(64, 64), (24, 40)],
+    [(5, 8), (88, 80), (128, 128), (192, 72), (256, 256), (264, 500), (320, 64)],
+)
 RAGGED = VarlenProblem(
     AttentionCase(B=4, Sq=140, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16",
                      options=(("causal", True),)),
@@ -68,7 +71,11 @@ def test_float32(problem: VarlenProblem):
     [
         ("float16", 64, 64),
         *deep(
-            ("float32", 24, 40), ("float16", 32, 32), ("float16", 256, 256), ("bfloat16", 72, 72)
+            ("float32", 24, 40),
+            ("float16", 32, 32),
+            ("float16", 256, 256),
+            ("bfloat16", 72, 72),
+            ("float16", 512, 512),
         ),
     ],
 )

@@ -54,8 +54,7 @@ def ratios_of(
     if native is None:
         native = KERNELS.device.traits.native
     arrays, options = problem.arrays(), problem.keywords()
-    narrow = (min(dim, 256) for dim in (problem.D, problem.Dv))  # tiles of 16 keys from there on
-    tile_k = min(TILED_TILE_K, flash_row(75, *narrow).tile_k)
+    tile_k = min(TILED_TILE_K, flash_row(75, problem.D, problem.Dv).tile_k)
     assert tile_k <= flash_f32_row(75, problem.D, problem.Dv).tile_k
     exact = reference.attention(*arrays, **options)
     bounds = reference.attention_bound(

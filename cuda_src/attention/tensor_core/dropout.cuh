@@ -25,7 +25,7 @@ __device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreP
 #pragma unroll
     for (int i = 0; i < Tile::kMTiles; i++) {
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
+      for (int half = 0; half < Tile::kHalves; half++) {
         const int row = first_row + Tile::row_of(n, i, 2 * half);
         const Philox4 words = dropout_words(params, coords.batch, coords.head, row, key + Tile::key_of(0, 0, 0));
 #pragma unroll

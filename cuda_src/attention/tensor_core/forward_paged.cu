@@ -13,7 +13,11 @@
 #if !defined(CACHE)
 #error "CACHE comes from a launch-configuration table"
 #endif
+#if HEAD_DIM <= 256 && HEAD_DIM_V <= 256
 #include "forward.cuh"
+#else
+#include "forward_wide.cuh"
+#endif
 #include "paged_loader.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)

@@ -11,7 +11,11 @@
 // Budget    as forward.cu.
 // Edges     as forward.cu; a query outside of the tables has NaN in its R features, which is hidden
 //           where it sees no key. Positions begin at 0 in each packed sequence.
+#if HEAD_DIM <= 256 && HEAD_DIM_V <= 256
 #include "forward.cuh"
+#else
+#include "forward_wide.cuh"
+#endif
 #include "rotated_chunks.cuh"
 #include "../sequences.cuh"
 

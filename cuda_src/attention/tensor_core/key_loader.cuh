@@ -5,11 +5,18 @@
 #include "../params.cuh"
 #include "tile_loader.cuh"
 
-// Two tiles of keys in shared memory: one half is computed, the other filled.
-template <typename KTile, typename VTile>
+// Two tiles of keys in shared memory: one half is computed, the other filled. Where the loop has a barrier between the
+// products that read K and the stores of the next tile, one place serves K.
+template <typename KTile_, typename VTile_, int kKPlaces_ = 2>
 struct KeyTiles {
-  alignas(128) unsigned char k[2][KTile::kBytes];
+  using KTile = KTile_;
+  using VTile = VTile_;
+  static constexpr int kKPlaces = kKPlaces_;
+
+  alignas(128) unsigned char k[kKPlaces][KTile::kBytes];
   alignas(128) unsigned char v[2][VTile::kBytes];
+
+  __device__ __forceinline__ static constexpr int k_bytes(int half) { return half % kKPlaces * KTile::kBytes; }
 };
 
 // Addresses of the rows of a tile's keys in global memory.
@@ -23,14 +30,16 @@ enum class LookUp { kFirst, kWithV, kAfterV };
 
 // How the K and V of a head lie in memory, tile after tile. (The kernel passes the loop's position by value:
 // as a member of the loader the compiler kept it in memory for too long to place the loads well.)
-template <typename KTileLoader, typename VTileLoader>
+template <typename KTileLoader, typename VTileLoader,
+          typename Tiles_ = KeyTiles<typename KTileLoader::Tile, typename VTileLoader::Tile>>
 struct KeyLoader {
   using KTile = typename KTileLoader::Tile;
   using VTile = typename VTileLoader::Tile;
-  using Tiles = KeyTiles<KTile, VTile>;
+  using Tiles = Tiles_;
   using Rows = KeyRows;
   struct Entry {};  // nothing has to be looked up ahead
   static constexpr LookUp kLookUp = LookUp::kFirst;
+  static constexpr int kParts = 4;  // in which a tile may be fetched and stored
   static constexpr int kTileK = KTile::kRows;
   // On the way, of K, then of V: with registers for each, ptxas spilled.
   using Quads = uint4[KTileLoader::kQuads > VTileLoader::kQuads ? KTileLoader::kQuads : VTileLoader::kQuads];
@@ -73,20 +82,24 @@ struct KeyLoader {
   __device__ __forceinline__ void move_on(Rows& next) const { next = rows_after(next); }
   __device__ __forceinline__ Entry look_up(int) const { return {}; }
   __device__ __forceinline__ void keep(Rows&, Entry) const {}
-  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
+  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + Tiles::k_bytes(half); }
   __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * VTile::kBytes; }
 
   // kRagged: only `keys` keys of the tile exist.
   template <bool kRagged>
-  __device__ __forceinline__ void fetch_k(Quads& quads, const Rows& from, int keys) const {
-    k_loader.template load<kRagged>(quads, from.k_g, k.seq, keys);
+  __device__ __forceinline__ void fetch_k(Quads& quads, const Rows& from, int keys, TilePart part = {}) const {
+    k_loader.template load<kRagged>(quads, from.k_g, k.seq, keys, part);
   }
   template <bool kRagged>
-  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
-    v_loader.template load<kRagged>(quads, from.v_g, v.seq, keys);
+  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys, TilePart part = {}) const {
+    v_loader.template load<kRagged>(quads, from.v_g, v.seq, keys, part);
   }
-  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const { k_loader.store(to_s, quads); }
-  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_loader.store(to_s, quads); }
+  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s, TilePart part = {}) const {
+    k_loader.store(to_s, quads, part);
+  }
+  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s, TilePart part = {}) const {
+    v_loader.store(to_s, quads, part);
+  }
 
   // The first tile, all the way.
   __device__ __forceinline__ void bring(const Rows& from, int keys, int half, int = 0) const {
@@ -121,7 +134,7 @@ struct DenseKeys {
 
   template <typename Traits, typename Tiles>
   __device__ __forceinline__ auto loader(const TileCoordinates& coords, const KeyWindow&, int, const Tiles& tiles) const
-      -> KeyLoader<typename Traits::KTileLoader, typename Traits::VTileLoader> {
+      -> KeyLoader<typename Traits::KTileLoader, typename Traits::VTileLoader, Tiles> {
     return {params, coords, k_g, v_g, tiles};
   }
 };

@@ -59,7 +59,7 @@ struct GroupOffsets<kOffsets, true> {
 
 // As KeyLoader; its rows are what was looked up of them. K and V have the same strides, so one place serves both, and
 // another their scales.
-template <typename Scalar, typename Item, typename KTileLoader, typename VTileLoader, int kMTiles>
+template <typename Scalar, typename Item, typename KTileLoader, typename VTileLoader, typename Tiles, int kMTiles>
 struct PagedKeyLoader {
   using KTile = typename KTileLoader::Tile;
   using VTile = typename VTileLoader::Tile;
@@ -79,6 +79,7 @@ struct PagedKeyLoader {
                                     : kEven      ? LookUp::kAfterV
                                                  : LookUp::kWithV;
 
+  static constexpr int kParts = 1;  // the offsets of all rows are known at once
   static constexpr int kOffsets = kAskOnce ? kPasses : 1;
   using Rows = GroupOffsets<kOffsets, kScaled>;
   using Entry = GroupEntry<kScaled>;
@@ -95,7 +96,6 @@ struct PagedKeyLoader {
   const float *k_scales_g, *v_scales_g;
   int64 scale_bytes;  // to the scale of that row, of the head
 
-  template <typename Tiles>
   __device__ __forceinline__ PagedKeyLoader(const PagedParams& all, const Groups& groups_,
                                             const TileCoordinates& coords, const Item* k_cache_g, const Item* v_cache_g,
                                             const float* k_scales_g_, const float* v_scales_g_, const Tiles& tiles)
@@ -119,21 +119,21 @@ struct PagedKeyLoader {
   __device__ __forceinline__ void bring_to_l2(const Rows&, int) const {}
   __device__ __forceinline__ Entry look_up(int tile) const { return groups.look_up(tile); }
   __device__ __forceinline__ void keep(Rows& next, const Entry& ahead) const { next = find(ahead); }
-  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
+  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + Tiles::k_bytes(half); }
   __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * VTile::kBytes; }
 
   template <bool kRagged>
-  __device__ __forceinline__ void fetch_k(Quads& quads, const Rows& from, int keys) const {
+  __device__ __forceinline__ void fetch_k(Quads& quads, const Rows& from, int keys, TilePart = {}) const {
     fetch<kRagged>(quads, k_loader, k_g, k_scales_g, from, keys);
   }
   template <bool kRagged>
-  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
+  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys, TilePart = {}) const {
     fetch<kRagged>(quads, v_loader, v_g, v_scales_g, from, keys);
   }
-  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const {
+  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s, TilePart = {}) const {
     store_rows<Scalar>(k_loader, to_s, quads);
   }
-  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const {
+  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s, TilePart = {}) const {
     store_rows<Scalar>(v_loader, to_s, quads);
   }
 
@@ -234,7 +234,7 @@ struct PagedKeys {
   __device__ __forceinline__ auto loader(const TileCoordinates& coords, const KeyWindow& window, int rows,
                                          const Tiles& tiles) const
       -> PagedKeyLoader<typename Traits::Scalar, Item, typename Traits::KTileLoader, typename Traits::VTileLoader,
-                        Traits::kMTiles> {
+                        Tiles, Traits::kMTiles> {
     return {params, {params, table_g, coords, window, rows}, coords, k_g, v_g, k_scales_g, v_scales_g, tiles};
   }
 };

@@ -13,17 +13,19 @@ struct StoredChunks {
   }
 };
 
-// Items from `valid_rows` on become zero and are not read.
+// Items from `valid_rows` on, and chunks beyond the columns, become zero and are not read.
 template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder,
           typename Chunks = StoredChunks<kCols, kVec>, typename Scalar = float16>
 __device__ __forceinline__ void load_rows(uint32 tile_s, const Scalar* rows_g, int64 row_stride, int valid_rows,
                                           const Chunks& chunks = {}) {
+  constexpr bool kPadded = Tile::kChunks * kChunkItems - kCols >= kChunkItems;
 #pragma unroll 4
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;
     const int item = Order::item_of_row(row);
     uint4 quad = make_uint4(0, 0, 0, 0);
-    if (item < valid_rows) quad = chunks(rows_g + item * row_stride + chunk * kChunkItems, item, chunk);
+    if (item < valid_rows && (!kPadded || chunk * kChunkItems < kCols))
+      quad = chunks(rows_g + item * row_stride + chunk * kChunkItems, item, chunk);
     st_shared_v4(tile_s + Tile::offset(row, chunk), quad);
   }
 }

@@ -15,19 +15,24 @@
 
 enum class Along { kM16, kN8 };
 
-template <int kMTiles_, int kNTiles_, Along kKeys_, int kRun_ = 1>
+// kHalves is 1 for a warp that has eight queries alone: the upper half of the fragment.
+template <int kMTiles_, int kNTiles_, Along kKeys_, int kRun_ = 1, int kHalves_ = 2>
 struct ScoreTile {
   static constexpr int kMTiles = kMTiles_;  // of 16
   static constexpr int kNTiles = kNTiles_;  // of 8
   static constexpr Along kKeys = kKeys_;
   static constexpr int kRun = kRun_;
-  static constexpr int kRuns = kMTiles * kNTiles * 4 / kRun;
+  static constexpr int kHalves = kHalves_;
+  static constexpr int kItems = 2 * kHalves;  // of a thread in a fragment
+  static constexpr int kRuns = kMTiles * kNTiles * kItems / kRun;
   static constexpr bool kInOrder = kRun == 1;
   static_assert(kRun == 1 || kRun == 4 || (kKeys == Along::kM16 && kRun == 2), "1, 2 or 4 neighbouring keys");
   static_assert(kKeys == Along::kN8 || 2 * kMTiles % kRun == 0, "a thread has 2 kMTiles keys of a query");
+  static_assert(kHalves == 2 || (kHalves == 1 && kKeys == Along::kN8), "one half of queries, not of keys");
 
-  using Fragment = float[kNTiles][kMTiles][4];
-  using Packed = uint32[kNTiles][kMTiles][2];  // [half]: items e = 2 half and 2 half + 1, the latter in the high half
+  using Fragment = float[kNTiles][kMTiles][kItems];
+  using Packed =
+      uint32[kNTiles][kMTiles][kHalves];  // [half]: items e = 2 half and 2 half + 1, the latter in the high half
 
   __device__ __forceinline__ static int along_m(int i, int e) { return 16 * i + 8 * (e / 2) + lane_index() / 4; }
   __device__ __forceinline__ static int along_n(int n, int e) { return 8 * n + lane_index() % 4 * 2 + e % 2; }
@@ -53,8 +58,8 @@ struct ScoreTile {
 
   // An item's number within its thread: run by run.
   __device__ __forceinline__ static constexpr int number(int n, int i, int e) {
-    if (kRun == 1) return (n * kMTiles + i) * 4 + e;
-    if (kKeys == Along::kN8) return ((n / 2 * kMTiles + i) * 2 + e / 2) * 4 + n % 2 * 2 + e % 2;
+    if (kRun == 1) return (n * kMTiles + i) * kItems + e;
+    if (kKeys == Along::kN8) return ((n / 2 * kMTiles + i) * kHalves + e / 2) * 4 + n % 2 * 2 + e % 2;
     const int eight = 2 * i + e / 2;
     return ((n * 2 * kMTiles + eight / kRun * kRun) * 2 + e % 2 * kRun) + eight % kRun;
   }
@@ -67,7 +72,7 @@ struct ScoreTile {
 #pragma unroll
       for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) body(n, i, e);
+        for (int e = 0; e < kItems; e++) body(n, i, e);
       }
     }
   }
@@ -80,7 +85,7 @@ struct ScoreTile {
 #pragma unroll
       for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) body(n, i, half);
+        for (int half = 0; half < kHalves; half++) body(n, i, half);
       }
     }
   }
@@ -91,7 +96,7 @@ struct ScoreTile {
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
+      for (int half = 0; half < kHalves; half++) {
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) body(n, i, half);
       }
@@ -123,7 +128,7 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < Tile::kMTiles; i++) {
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
+      for (int half = 0; half < Tile::kHalves; half++) {
         const KeyRange range = visible(Tile::row_of(0, i, 2 * half));
         const int begin = range.begin - lane_key, end = range.end - lane_key;
 #pragma unroll

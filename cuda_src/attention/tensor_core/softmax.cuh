@@ -163,3 +163,55 @@ struct Softmax {
     return __any_sync(kFullWarp, !fits);
   }
 };
+
+// The same for one row a thread, of which four lanes hold the scores; what was accumulated is elsewhere.
+template <typename Scalar>
+struct RowSoftmax {
+  using Range = PackedRange<Scalar>;
+
+  __device__ __forceinline__ static constexpr float headroom_log2() { return Range::headroom_log2(); }
+  __device__ __forceinline__ static constexpr float shift_log2() { return Range::shift_log2(); }
+  __device__ __forceinline__ static constexpr float unshift() { return Range::unshift(); }
+
+  float m = kNoMaximum;  // the stale maximum in log2, minus kShiftLog2
+  float l = 0.f;         // this thread's part of the row's sum of P, shifted
+
+  // P = 2^(scale * score - m), packed; return this thread's part of the tile's row sum.
+  template <int kNTiles>
+  __device__ __forceinline__ float exponentiate(uint32 (&p)[kNTiles][1][1], const float (&s)[kNTiles][1][2],
+                                                float scale) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) {
+      const float x = ex2_approx(__fmaf_rn(s[n][0][0], scale, -m)), y = ex2_approx(__fmaf_rn(s[n][0][1], scale, -m));
+      sum += x;
+      sum += y;
+      p[n][0][0] = Range::pack(x, y);
+    }
+    return sum;
+  }
+
+  // Raise each row's maximum to cover the tile, unless in all rows of the warp the tile's P and a thread's sum of them
+  // fit already. Return the factor of what was accumulated.
+  template <int kNTiles>
+  __device__ __forceinline__ float raise(const float (&s)[kNTiles][1][2]) {
+    static_assert(kNTiles <= 8, "a thread holds up to sixteen scores of a row");
+    float largest = -kInfinity;
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) largest = fmaxf(largest, fmaxf(s[n][0][0], s[n][0][1]));
+    const float top = __fmaf_ru(largest, kLog2E, -Range::shift_log2());  // rounded up as above
+    if (__all_sync(kFullWarp, top - m <= kSpareLog2)) return 1.f;
+    const float old_m = m;
+    m = fmaxf(old_m, warp_reduce<Max, 4>(top));
+    const float shrink = ex2_approx(old_m - m);
+    l *= shrink;
+    return shrink;
+  }
+
+  __device__ __forceinline__ void add(float sum) { l += sum; }
+
+  // Any row of the warp whose P no longer fits, or is NaN.
+  __device__ __forceinline__ static bool overflows(float sum) {
+    return __any_sync(kFullWarp, !(sum <= Range::largest_packed()));
+  }
+};

@@ -49,6 +49,13 @@ struct RowsInOrder {
   __device__ __forceinline__ static int item_of_row(int row) { return row; }
 };
 
+// Which of a thread's chunks of a tile are moved at a time: all, or a part of them between other work.
+struct TilePart {
+  int part = 0, parts = 1;
+
+  __device__ __forceinline__ bool has(int chunk, int chunks) const { return chunk * parts / chunks == part; }
+};
+
 template <typename Tile_, int kCols, int kVec, int kThreads, typename Order = RowsInOrder>
 struct TileLoader {
   using Tile = Tile_;
@@ -115,29 +122,33 @@ struct TileLoader {
 
   // kRagged: rows from valid_rows on do not exist.
   template <bool kRagged, int kRoom>
-  __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride,
-                                       int valid_rows) const {
+  __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride, int valid_rows,
+                                       TilePart part = {}) const {
     // Otherwise ptxas keeps an offset for each pass: too many registers at head dims 80 and 160, whose rows keep few
-    // threads busy. Elsewhere the same made it place the loads worse.
-    constexpr bool kRegistersShort = !kRagged && kPasses > 2 && kPassRows * kRowLanes != kThreads;
+    // threads busy, and from 257 on. Elsewhere the same made it place the loads worse.
+    constexpr bool kRegistersShort =
+        !kRagged && kPasses > 2 && (kPassRows * kRowLanes != kThreads || Tile::kChunks * kChunkItems > 256);
     const uint32 from = kRegistersShort ? not_hoisted(global_offset) : global_offset;
     load_rows<kRagged>(
         quads, [&](int key) { return key < valid_rows; },
         [&](int pass) {
           const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
           return lowest_g + (from + keys * row_bytes(row_stride));
-        });
+        },
+        part);
   }
 
   // Fetch from any addresses: pass_g(pass) is the address of this thread's first chunk of its row. A chunk is a
   // quad, or as many bytes as it has in memory.
   template <bool kRagged, typename Chunk, int kRoom, typename Exists, typename PassAddress>
-  __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g) const {
+  __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g,
+                                            TilePart part = {}) const {
     static_assert(kQuads <= kRoom, "every chunk has a place");
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
 #pragma unroll
       for (int group = 0; group < kColumnGroups; group++) {
+        if (!part.has(pass * kColumnGroups + group, kQuads)) continue;
         Chunk& loaded = chunks[pass * kColumnGroups + group];
         if (kRagged || kPadded) loaded = Chunk{};
         if (!owns(pass) || (kRagged && !exists(key_of_pass(pass)))) continue;
@@ -170,19 +181,19 @@ struct TileLoader {
   }
 
   template <int kRoom>
-  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom]) const {
-    store_made(tile_s, [&](int pass, int group) { return quads[pass * kColumnGroups + group]; });
+  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom], TilePart part = {}) const {
+    store_made(tile_s, [&](int pass, int group) { return quads[pass * kColumnGroups + group]; }, part);
   }
 
   // Bring quads that are made here.
   template <typename Quad>
-  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad) const {
+  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad, TilePart part = {}) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
 #pragma unroll
       for (int group = 0; group < kColumnGroups; group++) {
-        if (!owns(pass)) continue;
+        if (!owns(pass) || !part.has(pass * kColumnGroups + group, kQuads)) continue;
         const uint32 at = ((tile_s + shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
         st_shared_v4(at + group * kRowLanes * kChunkBytes, quad(pass, group));
       }

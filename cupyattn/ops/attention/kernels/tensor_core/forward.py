@@ -21,6 +21,7 @@ from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import Gates, KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import (
+    FLOAT_BYTES,
     cpp_bool,
     limit_of,
     option_macros,
@@ -35,7 +36,7 @@ from cupyattn.runtime.tables import (
 
 @dataclass(frozen=True)
 class FlashConfig:
-    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time.
+    """One CTA per warps / sharing * m_tiles * 16 query rows; tile_k keys at a time.
 
     The kernels of dq and of a reduced dbias have such configurations too.
     """
@@ -50,11 +51,13 @@ class FlashConfig:
     l2_ahead: int = 0
     """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
+    sharing: int = 1
+    """Warps that share rows, each with its own columns: 4 in forward_wide.cuh, elsewhere 1."""
 
     @property
     def tile_q(self) -> int:
         """Query rows per CTA."""
-        return self.warps * self.warp_rows
+        return self.warps // self.sharing * self.warp_rows
 
     @property
     def warp_rows(self) -> int:
@@ -81,10 +84,14 @@ _TURING = {
     ),
     192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.61 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.70 with 32 keys, where 36 bytes spill"),
+    512: FlashConfig(
+        2, 8, 16, 1, "models 0.54, and 0.47 at 384; four warps share 32 rows", sharing=4
+    ),
 }
 # From head dim 160 on shared memory binds, at 0.79, 0.80 and 0.80 of the tensor cores: these rows
 # have 0.87, 0.92 and 0.84 of that. The warps of the one CTA that fits wait for shared memory and do
-# their exponentials at the same time.
+# their exponentials at the same time. At 512 it binds at 0.75 (2026-11-28; forward_wide.cuh tells
+# what other ways to share the columns have).
 # Tiles of 192 rows for long sequences: a fragment of K and V feeds three products.
 _TURING_TALL = {
     40: FlashConfig(3, 4, 32, 2, "models 0.82, where 128 rows have 0.73", gates=Gates(0.82))
@@ -139,6 +146,7 @@ _TURING_INTEGERS = {
     128: FlashConfig(2, 4, 16, 2, "models 0.74 and 0.68"),
     192: FlashConfig(1, 8, 32, 1, "models 0.65 and 0.63"),
     256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.57 and 0.61 with 32 keys"),
+    512: FlashConfig(2, 8, 16, 1, "models 0.43 and 0.42", sharing=4),
 }
 _GATES = {
     40: Gates(0.73, scalar=0.48, kernels=0.64),
@@ -149,6 +157,7 @@ _GATES = {
     160: Gates(0.69, scalar=0.46, kernels=0.67, most_spills=64),
     192: Gates(0.73, scalar=0.61, kernels=0.72),
     256: Gates(0.67, 32, scalar=0.56, kernels=0.65, most_spills=64),
+    512: Gates(0.54, 64, scalar=0.47, items=0.49, options=0.49, kernels=0.48, most_spills=144),
 }
 _WITH_GATES = {
     "dropout": {40: Gates(0.62), 80: Gates(0.75)},
@@ -168,6 +177,7 @@ _INTEGERS_GATES = {
     128: Gates(0.68, 64),
     192: Gates(0.63),
     256: Gates(0.65, 32),
+    512: Gates(0.42, 144),
 }
 # From sm_80 on Q K^T takes two steps of columns in one instruction; P V still takes one.
 # A tile of 16 keys takes an H200 a microsecond, and so does its memory: causal attention of 131,072
@@ -219,7 +229,9 @@ def admissible_rows(arch: int, head_dim: int, head_dim_v: int) -> dict[str, Flas
     rows, longest = rows_for(FLASH, arch), flash_longest_tile(arch, head_dim, head_dim_v)
     least = limit_of(rows, head_dim, head_dim_v)
     found = {
-        str(limit): row for limit, row in rows.items() if limit >= least and row.tile_k <= longest
+        str(limit): row
+        for limit, row in rows.items()
+        if limit >= least and row.tile_k <= longest and row.sharing == rows[least].sharing
     }
     if max(head_dim, head_dim_v) in _TALL_HEAD_DIMS:
         found[TALL] = rows_for(FLASH_TALL, arch)[least]
@@ -340,7 +352,9 @@ def paged(
 
 
 def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
-    """K and V twice, or Q, or the output tile (Smem in forward.cu, which asserts it)."""
+    """K and V twice, or Q, or the output tile (Smem in forward.cuh, which asserts it)."""
+    if config.sharing > 1:
+        return _wide_shared_bytes(config, head_dim, head_dim_v)
     k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
     tiles = (
         round_up(2 * config.tile_k * k_row, _SMEM_UNIT)
@@ -349,6 +363,23 @@ def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> 
         config.tile_q * v_row,
     )
     return round_up(max(tiles), _SMEM_UNIT)
+
+
+def _wide_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
+    """K, V twice and what warps exchange; or Q, or the output tile (Smem in forward_wide.cuh).
+
+    They exchange three parts of the scores, P, and a factor of each row.
+    """
+    columns = 32 * config.sharing  # of which each warp has whole groups
+    k_row, v_row = round_up(head_dim, columns) * 2, round_up(head_dim_v, columns) * 2  # bytes
+    scores = config.tile_q * config.tile_k
+    exchanged = scores * (3 * FLOAT_BYTES + 2) + config.tile_q * FLOAT_BYTES
+    tiles = (
+        config.tile_k * (k_row + 2 * v_row) + exchanged,
+        config.tile_q * k_row,
+        config.tile_q * v_row,
+    )
+    return round_up(max(tiles), WARP_SIZE * config.tile_k * FLOAT_BYTES)  # a part's alignment
 
 
 _QUADS = (
