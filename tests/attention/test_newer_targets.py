@@ -155,7 +155,10 @@ def test_tiles_come_to_l2_before_their_turn_from_sm_80_on(
 NATIVE_ARCHS = (80, *(arch for arch in native.NATIVE if arch > 80))
 # Both checks of the softmax, Q in registers and in shared memory, one softmax a tile and two; tails
 # of a chunk; single items; D != Dv.
-NATIVE_DIMS = ((40, 64), (64, 64), (72, 80), (5, 96), (128, 128), (192, 136), (256, 256))
+NATIVE_DIMS = (
+    *((40, 64), (64, 64), (72, 80), (5, 96), (128, 128), (192, 136), (256, 256)),
+    *((257, 264), (320, 64), (500, 512)),
+)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,7 @@ def test_native_forward_within_bounds(dtype: str, head_dims: Any, data: st.DataO
 @examples(2, deep=24)
 @given(
     problem=attention_problems(
-        head_dims=wider([(64, 64)], [(128, 96), (256, 40), (80, 80)]),
+        head_dims=wider([(64, 64)], [(128, 96), (256, 40), (80, 80), (264, 384)]),
         dtypes=wider(["bfloat16"], ["float16"]),
         options=RUN_TIME_OPTIONS,
         option_sets=wider(*EITHER_HALF[0]),
@@ -206,7 +209,7 @@ def test_every_native_configuration(dtype: str, head_dim: int, arch: int, drawn:
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "scale"),
-    [("bfloat16", 64, 0.125), *deep(*((d, n, s) for d in native.DTYPES for n in (64, 128, 256)
+    [("bfloat16", 64, 0.125), *deep(*((d, n, s) for d in native.DTYPES for n in (64, 128, 512)
                                       for s in (0.125, -0.125, 0.0)))],
 )  # fmt: skip
 def test_scores_that_rise_within_a_tile(dtype: str, head_dim: int, scale: float):
@@ -234,7 +237,7 @@ def test_scores_that_rise_within_a_tile(dtype: str, head_dim: int, scale: float)
 @pytest.mark.deep
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", native.DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_a_query_that_is_not_finite_changes_its_row_alone(dtype, head_dim, value):
     case = AttentionCase(1, 40, 230, 1, 1, head_dim, head_dim, dtype)
     q, k, v = case.arrays()
@@ -260,7 +263,7 @@ def test_native_split_keys(dtype: str):
 @examples(4, deep=12)
 @given(
     problem=varlen_problems(
-        head_dims=((64, 64), (128, 128), (5, 256)),
+        head_dims=((64, 64), (128, 128), (5, 256), (264, 500)),
         dtypes=native.DTYPES,
         options=RUN_TIME_OPTIONS,
         option_sets=EITHER_HALF[0][1],
@@ -275,7 +278,7 @@ def test_native_packed_sequences(problem: Any):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 264])
 @pytest.mark.parametrize("dtype", native.DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_native_block_masks(dtype: str, head_dim: int, causal: bool):

@@ -19,7 +19,11 @@
 // Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
 //           gives out = 0 and lse = -inf, or its sink. Rows of packed arrays that belong to no sequence are not
 //           touched. Rows that are not whole chunks of 16 bytes (VEC = 1) pass registers, item by item.
+#if HEAD_DIM <= 256 && HEAD_DIM_V <= 256
 #include "forward.cuh"
+#else
+#include "forward_wide.cuh"
+#endif
 #include "../sequences.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)

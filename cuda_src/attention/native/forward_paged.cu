@@ -11,15 +11,18 @@
 // Barriers  as forward.cu.
 // Edges     as forward.cu; keys beyond the sequence, and those that no row of the CTA sees, are not read, and of the
 //           table nothing after the last one that is. A sequence without queries has no CTA.
+#if HEAD_DIM <= 256 && HEAD_DIM_V <= 256
 #include "forward.cuh"
+#else
+#include "forward_wide.cuh"
+#endif
 #include "../paged_keys.cuh"
 
-// As AsyncKeyLoader. K and V have the same strides, so one place of a row serves both.
+// The rows of tiles of a paged cache. K and V have the same strides, so one place of a row serves both.
 template <typename TileLoader>
-struct PagedTileLoader {
+struct PagedRows {
   using Tile = typename TileLoader::Tile;
   using Groups = GroupTable<Tile::kRows, false>;
-  struct Rows {};  // those that were looked up last
   static constexpr int kPassRows = TileLoader::kPassRows;
   // A thread's rows either all have one position in their groups, or their addresses go on from row to row; then
   // each lane counts its group's place from where the tile would begin.
@@ -30,49 +33,37 @@ struct PagedTileLoader {
   const PagedParams& params;
   const char *k_g, *v_g;  // of the head
   uint32 lane_bytes;      // to this thread's chunk of its row in a group or tile
-  int own;                // the place of this lane's group of the tile that was looked up last
 
   template <typename Scalar>
-  __device__ __forceinline__ PagedTileLoader(const PagedParams& all, const Groups& groups_,
-                                             const TileCoordinates& coords, const Scalar* k_cache_g,
-                                             const Scalar* v_cache_g)
+  __device__ __forceinline__ PagedRows(const PagedParams& all, const Groups& groups_, const TileCoordinates& coords,
+                                       const Scalar* k_cache_g, const Scalar* v_cache_g)
       : groups(groups_),
         params(all),
         k_g(reinterpret_cast<const char*>(k_cache_g + coords.kv_head * all.attention.k.head)),
         v_g(reinterpret_cast<const char*>(v_cache_g + coords.kv_head * all.attention.v.head)),
         lane_bytes(rows_of.chunk * kChunkBytes +
-                   (kEven ? rows_of.row % kGroupKeys : rows_of.row) * static_cast<uint32>(row_bytes())),
-        own(0) {}
+                   (kEven ? rows_of.row % kGroupKeys : rows_of.row) * static_cast<uint32>(row_bytes())) {}
 
-  __device__ __forceinline__ Rows rows(int) const { return {}; }
-
-  // Only where there are keys: a sequence without any has no entries either.
-  __device__ __forceinline__ void look_up(int tile) {
-    if (groups.last < 0) return;
-    own = groups.look_up(tile).coords(params.units);
-    if (!kEven && Groups::kGroups > 1) own -= lane_index() * params.units.group;
+  // The place of this lane's group of a tile that was looked up.
+  __device__ __forceinline__ int place_of(const GroupEntry<false>& entry) const {
+    const int place = entry.coords(params.units);
+    return !kEven && Groups::kGroups > 1 ? place - lane_index() * params.units.group : place;
   }
 
-  template <bool kRagged>
-  __device__ __forceinline__ void copy(uint32 stage_s, const Rows&, int keys) const {
+  // body(offset of a row's first chunk in the tile, its bytes from the head's first, whether it is seen), for each row
+  // of this thread.
+  template <bool kRagged, typename Body>
+  __device__ __forceinline__ void for_each_row(int own, int keys, const Body& body) const {
 #pragma unroll
     for (int pass = 0; pass < TileLoader::kPasses; pass++) {
       const int key = rows_of.key_of_pass(pass);
       const int place = Groups::of_group(own, key / kGroupKeys);  // in all lanes: some threads may have no row
       if (!rows_of.owns(pass)) continue;
       const uint32 lane = kEven ? lane_bytes : lane_bytes + pass * kPassRows * row_bytes();
-      const int64 bytes = mad_wide(lane, 1u, mad_wide(place, params.units.bytes, 0));
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
-      const uint32 to_s = ((stage_s + rows_of.shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
-      const bool seen = !kRagged || groups.exists(key, keys);
-      copy_row<kRagged>(to_s, k_g + bytes, seen);
-      copy_row<kRagged>(Traits::Loader::v_s(to_s), v_g + bytes, seen);
+      body((rows_of.shared_offset ^ flip) + pass * kPassRows * Tile::kRowBytes,
+           mad_wide(lane, 1u, mad_wide(place, params.units.bytes, 0)), !kRagged || groups.exists(key, keys));
     }
-  }
-
- private:
-  __device__ __forceinline__ int row_bytes() const {
-    return static_cast<int>(params.attention.k.seq * sizeof(Traits::Scalar));
   }
 
   // The chunks of a row that are this thread's.
@@ -87,7 +78,89 @@ struct PagedTileLoader {
           to_s + ahead, from_g + ahead, chunk, seen && (!kPadded || chunk * kChunkItems < Traits::kHeadDim));
     }
   }
+
+ private:
+  __device__ __forceinline__ int row_bytes() const {
+    return static_cast<int>(params.attention.k.seq * sizeof(Traits::Scalar));
+  }
 };
+
+#if HEAD_DIM <= 256
+// As AsyncKeyLoader.
+template <typename TileLoader>
+struct PagedTileLoader : PagedRows<TileLoader> {
+  using PagedRows<TileLoader>::PagedRows;
+  struct Rows {};  // those that were looked up last
+
+  int own = 0;  // the place of this lane's group of the tile that was looked up last
+
+  __device__ __forceinline__ Rows rows(int) const { return {}; }
+
+  // Only where there are keys: a sequence without any has no entries either.
+  __device__ __forceinline__ void look_up(int tile) {
+    if (this->groups.last >= 0) own = this->place_of(this->groups.look_up(tile));
+  }
+
+  template <bool kRagged>
+  __device__ __forceinline__ void copy(uint32 stage_s, const Rows&, int keys) const {
+    this->template for_each_row<kRagged>(own, keys, [&](uint32 offset, int64 bytes, bool seen) {
+      this->template copy_row<kRagged>(stage_s + offset, this->k_g + bytes, seen);
+      this->template copy_row<kRagged>(Traits::Loader::v_s(stage_s + offset), this->v_g + bytes, seen);
+    });
+  }
+};
+#else
+// As CopiedKeyLoader, which see.
+template <typename TileLoader, typename Tiles>
+struct PagedTileLoader : PagedRows<TileLoader> {
+  using Entry = GroupEntry<false>;
+  struct Rows {
+    int place;  // of this lane's group of the tile
+  };
+  static constexpr LookUp kLookUp = LookUp::kFirst;
+  static constexpr int kParts = 1;  // the places of all rows are known at once
+
+  uint32 k_both_s, v_both_s;  // both halves
+
+  template <typename Scalar>
+  __device__ __forceinline__ PagedTileLoader(const PagedParams& all,
+                                             const typename PagedRows<TileLoader>::Groups& groups,
+                                             const TileCoordinates& coords, const Scalar* k_cache_g,
+                                             const Scalar* v_cache_g, const Tiles& tiles)
+      : PagedRows<TileLoader>(all, groups, coords, k_cache_g, v_cache_g),
+        k_both_s(shared_address(tiles.k)),
+        v_both_s(shared_address(tiles.v)) {}
+
+  // Only where there are keys: a sequence without any has no entries either.
+  __device__ __forceinline__ Rows rows(int tile) const {
+    return {this->groups.last < 0 ? 0 : this->place_of(this->groups.look_up(tile))};
+  }
+  __device__ __forceinline__ Entry look_up(int tile) const { return this->groups.look_up(tile); }
+  __device__ __forceinline__ void keep(Rows& next, const Entry& ahead) const { next = {this->place_of(ahead)}; }
+  __device__ __forceinline__ void move_to(Rows&, int) const {}
+  __device__ __forceinline__ void move_on(Rows&) const {}
+  __device__ __forceinline__ void renew() const {}
+  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + Tiles::k_bytes(half); }
+  __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * Tiles::VTile::kBytes; }
+
+  template <bool kRagged>
+  __device__ __forceinline__ void copy_k(uint32 to_s, const Rows& from, int keys, TilePart) const {
+    copy<kRagged>(to_s, this->k_g, from, keys);
+  }
+  template <bool kRagged>
+  __device__ __forceinline__ void copy_v(uint32 to_s, const Rows& from, int keys, TilePart) const {
+    copy<kRagged>(to_s, this->v_g, from, keys);
+  }
+
+ private:
+  template <bool kRagged>
+  __device__ __forceinline__ void copy(uint32 to_s, const char* head_g, const Rows& from, int keys) const {
+    this->template for_each_row<kRagged>(from.place, keys, [&](uint32 offset, int64 bytes, bool seen) {
+      this->template copy_row<kRagged>(to_s + offset, head_g + bytes, seen);
+    });
+  }
+};
+#endif
 
 struct PagedTiles {
   static constexpr bool kLooksUp = true;
@@ -96,11 +169,11 @@ struct PagedTiles {
   const DTYPE *k_g, *v_g;
   const int* table_g;
 
-  template <typename T>
-  __device__ __forceinline__ PagedTileLoader<typename T::KTileLoader> loader(const AttentionParams&,
-                                                                             const TileCoordinates& coords,
-                                                                             const KeyWindow& window, int rows) const {
-    return {params, {params, table_g, coords, window, rows}, coords, k_g, v_g};
+  template <typename T, typename... Tiles>
+  __device__ __forceinline__ auto loader(const AttentionParams&, const TileCoordinates& coords, const KeyWindow& window,
+                                         int rows, const Tiles&... tiles) const
+      -> PagedTileLoader<typename T::KTileLoader, Tiles...> {
+    return {params, {params, table_g, coords, window, rows}, coords, k_g, v_g, tiles...};
   }
 };
 

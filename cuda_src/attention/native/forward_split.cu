@@ -6,7 +6,11 @@
 // Grid      B * H * ceil(Sq / kTileQ) * splits CTAs; those without keys return.
 // Budget    as forward.cu.
 // Edges     as forward.cu; scratch of a part that no CTA has is not read.
+#if HEAD_DIM <= 256 && HEAD_DIM_V <= 256
 #include "forward.cuh"
+#else
+#include "forward_wide.cuh"
+#endif
 #include "../key_parts.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)

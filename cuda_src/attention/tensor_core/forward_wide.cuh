@@ -25,14 +25,17 @@
 #pragma once
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || \
-    !defined(TILE_K) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
+    !defined(TILE_K) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
 #error \
-    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
 #error \
     "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
+#endif
+#if !defined(ASYNC_KEYS)
+#define ASYNC_KEYS 0  // whether tiles of keys pass no register: native/forward_wide.cuh
 #endif
 #include "../block_key_loop.cuh"
 #include "../modifiers.cuh"
@@ -86,7 +89,7 @@ struct Traits {
 };
 
 struct LoopSmem {
-  KeyTiles<Traits::KTile, Traits::VTile, 1> keys;
+  KeyTiles<Traits::KTile, Traits::VTile, ASYNC_KEYS ? 2 : 1> keys;
   Traits::Exchange exchange;
 };
 
@@ -161,15 +164,29 @@ __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, const Warp
   if constexpr (kGroup + 1 < kGroups) add_scores<kParts, kGroup + 1>(s, warp, cta, k_s, between);
 }
 
-// O += P V, likewise: group by group of columns for 8 keys, then the next 8.
+// O += P V, likewise: group by group of columns for 8 keys, then the next 8; from sm_80 on for 16.
 template <int kParts, int kStep = 0, typename Between>
 __device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const Traits::Tile::Packed& p, uint32 v_s,
                                            const Between& between) {
-  constexpr int kGroups = chunk_groups(Traits::kOutTiles), kSteps = Traits::kKeyTiles * kGroups;
-  constexpr int n = kStep / kGroups;
+  constexpr int kGroups = chunk_groups(Traits::kOutTiles), kSteps = Traits::kKeyTiles * kGroups / (MMA_K / 8);
+  constexpr int n = kStep / kGroups * (MMA_K / 8), kGroup = kStep % kGroups;
   at_parts<kParts, kStep, kSteps>(between);
-  add_product_nn<kStep % kGroups, Traits::Scalar>(warp.acc, p[n], v_s + n * 8 * Traits::VTile::kRowBytes,
-                                                  cta.v_fragment);
+  const uint32 rows_s = v_s + n * 8 * Traits::VTile::kRowBytes;
+  if constexpr (MMA_K == 16) {
+    uint32 b[2][kGroupChunks];
+    ldmatrix_trans(b[0], rows_s + cta.v_fragment.of_group(kGroup));
+    ldmatrix_trans(b[1], rows_s + 8 * Traits::VTile::kRowBytes + cta.v_fragment.of_group(kGroup));
+#pragma unroll
+    for (int tile = 0; tile < kGroupChunks; tile++) {
+#pragma unroll
+      for (int i = 0; i < Traits::kMTiles; i++) {
+        mma_m16n8k16<Traits::Scalar>(warp.acc[i][kGroup * kGroupChunks + tile], p[n][i], p[n + 1][i], b[0][tile],
+                                     b[1][tile]);
+      }
+    }
+  } else {
+    add_product_nn<kGroup, Traits::Scalar>(warp.acc, p[n], rows_s, cta.v_fragment);
+  }
   if constexpr (kStep + 1 < kSteps) add_output<kParts, kStep + 1>(warp, cta, p, v_s, between);
 }
 
@@ -220,17 +237,77 @@ __device__ __forceinline__ void shrink_output(Warp& warp, const float (&shrink)[
   }
 }
 
+// What is on its way from one tile to the next, and how it moves: through registers. Each part of a tile's V is stored
+// with the products of its scores, before it that of the next tile's K is fetched into the same registers; which is
+// stored with the products of the output, before the next V is fetched. So all that moves is spread over the products:
+// shared memory serves one access after the other.
+#if !ASYNC_KEYS
+template <typename Loader>
+struct KeyMoves {
+  typename Loader::Quads quads;
+
+  // The first tile: K all the way.
+  __device__ __forceinline__ void begin(const Loader& loader, uint32 k_s, typename Loader::Rows& first, int keys) {
+    loader.template fetch_k<true>(quads, first, keys);
+    loader.store_k(quads, k_s);
+    loader.template fetch_v<true>(quads, first, keys);
+  }
+  template <bool kRagged>
+  __device__ __forceinline__ void with_scores(const Loader& loader, uint32 v_s, uint32,
+                                              const typename Loader::Rows& next, int, int next_keys, bool more,
+                                              TilePart part) {
+    loader.store_v(quads, v_s, part);
+    if (more) loader.template fetch_k<kRagged>(quads, next, next_keys, part);
+  }
+  template <bool kRagged>
+  __device__ __forceinline__ void with_output(const Loader& loader, uint32 next_k_s, const typename Loader::Rows& next,
+                                              int next_keys, TilePart part) {
+    loader.store_k(quads, next_k_s, part);
+    loader.template fetch_v<kRagged>(quads, next, next_keys, part);
+  }
+  __device__ __forceinline__ void wait() const {}
+  __device__ __forceinline__ void pass(const typename Loader::Rows&) const {}
+};
+#else
+// By copies that pass none: of this tile's V and the next one's K, with the products of this one's scores.
+template <typename Loader>
+struct KeyMoves {
+  typename Loader::Rows present;
+
+  __device__ __forceinline__ void begin(const Loader& loader, uint32 k_s, typename Loader::Rows& first, int keys) {
+    loader.template copy_k<true>(k_s, first, keys, {});
+    wait();
+    present = first;
+  }
+  template <bool kRagged>
+  __device__ __forceinline__ void with_scores(const Loader& loader, uint32 v_s, uint32 next_k_s,
+                                              const typename Loader::Rows& next, int keys, int next_keys, bool more,
+                                              TilePart part) {
+    loader.template copy_v<kRagged>(v_s, present, keys, part);
+    if (more) loader.template copy_k<kRagged>(next_k_s, next, next_keys, part);
+  }
+  template <bool kRagged>
+  __device__ __forceinline__ void with_output(const Loader&, uint32, const typename Loader::Rows&, int,
+                                              TilePart) const {}
+  __device__ __forceinline__ void wait() const {
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+  }
+  __device__ __forceinline__ void pass(const typename Loader::Rows& next) { present = next; }
+};
+#endif
+
 // One key tile, and the output of the one before, if the warp's rows saw it (`pending`, which becomes whether they see
-// this one). Of the next tile K takes the place of this one's; V is on its way in `quads` when this ends, as this tile's
-// is when it begins, and takes the place of the tile before. All that moves is spread over the products: shared memory
-// serves one access after the other. The loader looks up the tile after the next one.
+// this one). V takes the place of the tile before the last one, the next tile's K that of this one's, once that has been
+// read, or with copies the other one (KeyMoves). The loader looks up the tile after the next one.
 template <bool kMasked, typename Loader, typename Tile>
-__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loader& loader,
-                                         typename Loader::Quads& quads, const Tile& tile, int half, bool more,
-                                         bool& pending, typename Loader::Rows& next, int next_keys, int after_next) {
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loader& loader, KeyMoves<Loader>& moves,
+                                         const Tile& tile, int half, bool more, bool& pending,
+                                         typename Loader::Rows& next, int next_keys, int after_next) {
   constexpr int kParts = Loader::kParts;
   const int first_key = tile * Traits::kTileK;
-  const uint32 k_s = loader.k_s(0), v_s = loader.v_s(half), last_v_s = loader.v_s(half ^ 1);
+  const uint32 k_s = loader.k_s(half), next_k_s = loader.k_s(half ^ 1);
+  const uint32 v_s = loader.v_s(half), last_v_s = loader.v_s(half ^ 1);
 
   // In a masked tile rows that warps share may see nothing, or everything.
   bool active = true, whole = true, partial = kMasked;
@@ -249,19 +326,19 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   // Phase 1: the products of this tile, each warp with its own columns.
   typename Loader::Entry ahead;
   if (Loader::kLookUp == LookUp::kFirst) ahead = loader.look_up(after_next);
-  const auto store_v_fetch_k = [&](TilePart part) {
-    loader.store_v(quads, v_s, part);
-    if (!kMasked || more) loader.template fetch_k<kMasked>(quads, next, next_keys, part);
+  const auto move_first = [&](TilePart part) {
+    moves.template with_scores<kMasked>(loader, v_s, next_k_s, next, cta.window.keys - first_key, next_keys,
+                                        !kMasked || more, part);
   };
   SeenScores seen = {};
   Traits::Items items;
   Scores<Traits::OwnTile> scores;
   Traits::Tile::Fragment parts;
-  if (kMasked) every_part<kParts>(store_v_fetch_k);
+  if (kMasked) every_part<kParts>(move_first);
   if (active) {
     if (Modifiers::kBlocks && partial) cta.pass.ask(seen, scores, warp.first_own_row(), first_key);
     clear(parts);
-    add_scores<kMasked ? 0 : kParts>(parts, warp, cta, k_s, store_v_fetch_k);
+    add_scores<kMasked ? 0 : kParts>(parts, warp, cta, k_s, move_first);
     items.template load<kMasked>(cta.pass, warp.first_own_row(), first_key);
     cta.exchange.give(parts);
   }
@@ -275,11 +352,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
 
   // Phase 2: the output of the tile before; the softmax of this one, each warp of its own rows.
   if (active) cta.exchange.take(scores.s, parts);
-  const auto store_k_fetch_v = [&](TilePart part) {
-    if (!kMasked || more) {
-      loader.store_k(quads, k_s, part);
-      loader.template fetch_v<kMasked>(quads, next, next_keys, part);
-    }
+  const auto move_then = [&](TilePart part) {
+    if (!kMasked || more) moves.template with_output<kMasked>(loader, next_k_s, next, next_keys, part);
   };
   if (active) {
     Traits::OwnTile::Packed own_p;
@@ -289,16 +363,18 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
     }
     cta.exchange.give_packed(own_p);
   }
-  if (kMasked) every_part<kParts>(store_k_fetch_v);
+  if (kMasked) every_part<kParts>(move_then);
   if (Loader::kLookUp != LookUp::kFirst) ahead = loader.look_up(after_next);
   if (pending) {
     shrink_output(warp, shrink);
-    add_output<kMasked ? 0 : kParts>(warp, cta, p, last_v_s, store_k_fetch_v);
+    add_output<kMasked ? 0 : kParts>(warp, cta, p, last_v_s, move_then);
   } else if (!kMasked) {
-    every_part<kParts>(store_k_fetch_v);
+    every_part<kParts>(move_then);
   }
   pending = active;
+  moves.wait();
   __syncthreads();  // K, p and factors: written; parts and the last tile's V: read
+  moves.pass(next);
   loader.keep(next, ahead);
 }
 
@@ -351,13 +427,10 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   const int full = left - loop.masked;
   auto next = loader.rows(tile);
   bool pending = false;
-  typename decltype(loader)::Quads quads;
+  KeyMoves<decltype(loader)> moves;
   if (left > 0) {
-    const int first_keys = window.keys - tile * Traits::kTileK;
     const auto ahead = loader.look_up(next_tile);
-    loader.template fetch_k<true>(quads, next, first_keys);
-    loader.store_k(quads, loader.k_s(0));
-    loader.template fetch_v<true>(quads, next, first_keys);
+    moves.begin(loader, loader.k_s(left & 1), next, window.keys - tile * Traits::kTileK);
     loader.keep(next, ahead);
   }
   __syncthreads();  // K: the first tile has been written
@@ -366,7 +439,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
     if (!Modifiers::kBlocks) next_tile = loop.after(tile);  // carried along, it would take a register
     const auto after_next = loop.after(next_tile);
     loader.move_to(next, next_tile);
-    key_tile<true>(warp, cta, loader, quads, tile, left & 1, left > 1, pending, next,
+    key_tile<true>(warp, cta, loader, moves, tile, left & 1, left > 1, pending, next,
                    window.keys - next_tile * Traits::kTileK, after_next);
     tile = next_tile;
     next_tile = after_next;
@@ -377,13 +450,13 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   for (; left > 0; left--) {
     if constexpr (Modifiers::kBlocks) {
       const auto after_next = loop.whole_after(next_tile);
-      key_tile<false>(warp, cta, loader, quads, tile, left & 1, true, pending, next, Traits::kTileK, after_next);
+      key_tile<false>(warp, cta, loader, moves, tile, left & 1, true, pending, next, Traits::kTileK, after_next);
       tile = next_tile;
       next_tile = after_next;
       loader.move_to_listed(next, next_tile);
     } else {
       if (left > 1) loader.move_on(next);
-      key_tile<false>(warp, cta, loader, quads, tile, left & 1, true, pending, next, Traits::kTileK, tile + 2);
+      key_tile<false>(warp, cta, loader, moves, tile, left & 1, true, pending, next, Traits::kTileK, tile + 2);
       tile++;
     }
   }

@@ -163,7 +163,8 @@ struct TileLoader {
   // cp_async_wait_group (sm_80 or later). What does not exist becomes zero, in a ragged tile as in the chunks beyond
   // the columns.
   template <bool kRagged>
-  __device__ __forceinline__ void copy(uint32 tile_s, const char* lowest_g, int64 row_stride, int valid_rows) const {
+  __device__ __forceinline__ void copy(uint32 tile_s, const char* lowest_g, int64 row_stride, int valid_rows,
+                                       TilePart part = {}) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
@@ -172,7 +173,7 @@ struct TileLoader {
       const char* from_g = lowest_g + (global_offset + keys * row_bytes(row_stride));
 #pragma unroll
       for (int group = 0; group < kColumnGroups; group++) {
-        if (!owns(pass)) continue;
+        if (!owns(pass) || !part.has(pass * kColumnGroups + group, kQuads)) continue;
         const int at = chunk + group * kRowLanes, ahead = group * kRowLanes * kChunkBytes;
         const bool exists = (!kRagged || key_of_pass(pass) < valid_rows) && (!kPadded || at * kChunkItems < kCols);
         copy_chunk<kCols, kVec, kRagged || kPadded>(to_s + ahead, from_g + ahead, at, exists);

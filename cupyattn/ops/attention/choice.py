@@ -154,8 +154,8 @@ def choose_forward(
 
 
 TENSOR_CORE_HEAD_DIMS: Mapping[str, int] = {
-    "native": 256,
-    "native_paged": 256,
+    "native": 512,
+    "native_paged": 512,
     "tensor_core": 512,
     "tensor_core_paged": 512,
     "backward": 256,

@@ -17,6 +17,7 @@ from cupyattn.ops.attention.kernels.options import (
     PLAIN,
     FlashOptions,
 )
+from cupyattn.ops.attention.kernels.tensor_core.forward import wide_shared_bytes
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.spec import KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
@@ -41,11 +42,13 @@ class NativeConfig:
     """Whether Q stays in shared memory."""
     deferred: bool = False
     """Whether P is clamped and checked after P V, instead of scores before the exponentials."""
+    sharing: int = 1
+    """Warps that share rows, each with its own columns: 4 in forward_wide.cuh, elsewhere 1."""
 
     @property
     def tile_q(self) -> int:
         """Query rows per CTA."""
-        return self.warps * self.warp_rows
+        return self.warps // self.sharing * self.warp_rows
 
     @property
     def warp_rows(self) -> int:
@@ -54,6 +57,8 @@ class NativeConfig:
 
     def shared_bytes(self, head_dim: int, head_dim_v: int) -> int:
         """Return the bytes of both stages and of Q or the output (Smem in forward.cuh)."""
+        if self.sharing > 1:
+            return wide_shared_bytes(self, head_dim, head_dim_v, key_places=2)
         k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2
         stage = self.tile_k * (k_row + v_row)
         rows = self.tile_q * max(k_row, v_row)
@@ -104,6 +109,7 @@ _AMPERE = {
     256: NativeConfig(
         1, 8, 64, 1, "343 TFLOP/s on an H200, and 325 with two softmaxes, 339 with 32 keys", 4
     ),
+    512: NativeConfig(2, 8, 16, 1, "four warps share 32 rows; 79 KiB fit all", sharing=4),
 }
 # 99 KiB a CTA and 100 KiB an SM.
 _GEFORCE = {
@@ -147,6 +153,7 @@ _AMPERE_HALVES = {
     160: NativeConfig(1, 8, 64, 1, _HALF, 2),
     192: NativeConfig(1, 8, 64, 1, _HALF, 2),
     256: NativeConfig(1, 8, 64, 1, "16 keys at a time leave registers", 4),
+    512: _AMPERE[512],
 }
 _GEFORCE_HALVES = {
     **_AMPERE_HALVES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
@@ -63,6 +63,22 @@ class FlashConfig:
     def warp_rows(self) -> int:
         """Query rows per warp."""
         return self.m_tiles * 16
+
+
+class WideConfig(Protocol):
+    """A configuration of warps that share rows, of this kernel or of that of sm_80 and later."""
+
+    @property
+    def sharing(self) -> int:
+        """Warps that share rows."""
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+
+    @property
+    def tile_k(self) -> int:
+        """Keys of a tile."""
 
 
 # The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
@@ -354,7 +370,7 @@ def paged(
 def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
     """K and V twice, or Q, or the output tile (Smem in forward.cuh, which asserts it)."""
     if config.sharing > 1:
-        return _wide_shared_bytes(config, head_dim, head_dim_v)
+        return wide_shared_bytes(config, head_dim, head_dim_v)
     k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
     tiles = (
         round_up(2 * config.tile_k * k_row, _SMEM_UNIT)
@@ -365,17 +381,20 @@ def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> 
     return round_up(max(tiles), _SMEM_UNIT)
 
 
-def _wide_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
-    """K, V twice and what warps exchange; or Q, or the output tile (Smem in forward_wide.cuh).
+def wide_shared_bytes(
+    config: WideConfig, head_dim: int, head_dim_v: int, *, key_places: int = 1
+) -> int:
+    """Return the bytes of Smem in forward_wide.cuh, which asserts it.
 
-    They exchange three parts of the scores, P, and a factor of each row.
+    Those are K, once or twice, V twice and what warps exchange; or Q; or the output tile. Warps
+    exchange three parts of the scores, P, and a factor of each row.
     """
     columns = 32 * config.sharing  # of which each warp has whole groups
     k_row, v_row = round_up(head_dim, columns) * 2, round_up(head_dim_v, columns) * 2  # bytes
     scores = config.tile_q * config.tile_k
     exchanged = scores * (3 * FLOAT_BYTES + 2) + config.tile_q * FLOAT_BYTES
     tiles = (
-        config.tile_k * (k_row + 2 * v_row) + exchanged,
+        config.tile_k * (key_places * k_row + 2 * v_row) + exchanged,
         config.tile_q * k_row,
         config.tile_q * v_row,
     )
