@@ -28,6 +28,8 @@ from cupyattn.runtime.source import Unit
 
 COMPILED = ("cupyattn.runtime.backend.backend", "cupyattn.runtime.kernel.Kernel")
 """Doctests that compile a kernel."""
+DEFAULT_ARCHITECTURE = ("cupyattn.explanation.explain",)
+"""Doctests that print what a call launches on a T4."""
 REQUIRE_NVRTC = "CUPYATTN_REQUIRE_NVRTC"
 """Variable of CI: a run fails instead of skipping the tests that compile kernels."""
 MOST_WORKERS = 8  # each has its own compiled programs: about half a gigabyte
@@ -101,6 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.quick)
         if item.name in COMPILED:
             item.add_marker(pytest.mark.nvrtc)
+        if item.name in DEFAULT_ARCHITECTURE and os.environ.get(ARCH_VARIABLE, "75") != "75":
+            item.add_marker(pytest.mark.skip(reason=f"prints kernels without {ARCH_VARIABLE}"))
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -187,6 +191,12 @@ def kernels_run():
     """The public functions run the kernels: on the GPU, or otherwise the emulator."""
     with KERNELS.running():
         yield
+
+
+@pytest.fixture
+def default_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for the default architecture, whatever CUPYATTN_ARCH says of the other tests'."""
+    monkeypatch.delenv(ARCH_VARIABLE, raising=False)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from cupyattn.ops.attention.kernels.float32 import forward as forward_f32
 from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, backward_dq
 from cupyattn.ops.attention.kernels.tensor_core import forward as forward_rows
 
-pytestmark = pytest.mark.nvrtc
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("default_architecture")]
 
 WIDE, NARROW = (64, 64), (24, 40)
 # Square; fewer queries than keys and the other way round; ends within tiles. Halved for float32.

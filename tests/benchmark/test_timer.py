@@ -175,6 +175,7 @@ def test_memory_on_a_gpu():
     assert kept.nbytes == 1 << 24
 
 
+@pytest.mark.usefixtures("default_architecture")
 @pytest.mark.nvrtc
 def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
     """Small ceilings, a millisecond each: the emulator runs the reads but has no clock for mma."""

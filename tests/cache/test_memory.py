@@ -19,7 +19,7 @@ from cupyattn.ops.attention.reference.cache_formats import quantise
 from cupyattn.ops.attention.reference.paged import gathered
 from cupyattn.runtime.compile import nvrtc_version
 
-pytestmark = pytest.mark.nvrtc
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("default_architecture")]
 
 
 KERNELS = [

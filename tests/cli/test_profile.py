@@ -67,6 +67,7 @@ def test_a_line_of_what_is_included_too(capsys):
     assert {"softmax/forward.cu", "common/vec.cuh"} <= names
 
 
+@pytest.mark.usefixtures("default_architecture")
 @pytest.mark.nvrtc
 def test_inline_assembly_is_named_by_its_instruction(capsys):
     arguments = ("attention", "--seqlen", "64", "--heads", "1")
@@ -142,6 +143,7 @@ def test_each_kernel_of_the_backward(options, capsys):
     assert all(f"\n{name}, " in printed and f"\n{name}: the " in printed for name in names)
 
 
+@pytest.mark.usefixtures("default_architecture")
 @pytest.mark.nvrtc
 def test_text(capsys):
     assert main(["profile", "attention", *SMALL]) == 0

@@ -172,6 +172,7 @@ def test_device_info_is_a_dict_that_is_shown_as_tables():
     assert re.search(r"^GPU +none", str(none), re.MULTILINE)
 
 
+@pytest.mark.usefixtures("default_architecture")
 @pytest.mark.nvrtc
 def test_an_explanation_shows_each_launch():
     q, k = ((1, 4, 8, 64), "float16"), ((1, 2048, 8, 64), "float16")

@@ -133,7 +133,7 @@ class FakeContext:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch):
+def gpu(monkeypatch: pytest.MonkeyPatch, default_architecture: None):
     """A GPU of compute capability 7.5 by its name and the cycles of a product."""
 
     def make(*arguments: Any, **options: Any) -> tuple[cuda.CudaDevice, FakeCupy]:

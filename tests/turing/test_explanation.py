@@ -11,7 +11,7 @@ import cupyattn
 from cupyattn import explain, explanation, turing
 from cupyattn.turing import DisassemblerError
 
-pytestmark = pytest.mark.nvrtc
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("default_architecture")]
 
 Q = ((1, 4096, 32, 128), "float16")
 
