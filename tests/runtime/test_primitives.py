@@ -1,4 +1,4 @@
-"""The primitives of cuda_src/common, each tested by its own small kernel (probes/)."""
+"""The primitives of cuda_src/common, each tested by its own small kernel (probes.cu)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ GPU if there is one, else the emulator. The public functions' promises are tried
 
 Also the dtypes that tests go through (the only list of them), devices without tensor cores, calls
 that use a given configuration instead of the usual one, and small kernels that each try one thing
-of the CUDA sources (tests/runtime/probes).
+of the CUDA sources (tests/runtime/probes.cu).
 """
 
 from __future__ import annotations
@@ -239,7 +239,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-PROBES = Path(__file__).resolve().parent.parent / "runtime" / "probes"
+PROBES = Path(__file__).resolve().parent.parent / "runtime" / "probes.cu"
+PHILOX = Path(__file__).with_name("golden") / "philox.cu"  # its words are compared with a GPU's too
 
 
 class Probe:
@@ -248,10 +249,12 @@ class Probe:
     def __init__(self, name: str, *parameters: Parameter, threads: int = 128, **macros: Any):
         self.spec = KernelSpec(
             entry=f"probe_{name}",
-            source=str(PROBES / f"{name}.cu"),
+            source=str(PHILOX if name == "philox" else PROBES),
             parameters=parameters,
         )
-        self.specialisation = self.spec.specialise(threads=threads, **macros)
+        self.specialisation = self.spec.specialise(
+            threads=threads, **{f"PROBE_{name.upper()}": 1}, **macros
+        )
 
     def run(self, ctas: int, *arguments: Any) -> list[np.ndarray]:
         pointers = [isinstance(parameter, Pointer) for parameter in self.spec.parameters]

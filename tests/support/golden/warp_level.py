@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from ml_dtypes import bfloat16
-from support.golden.case import FOLDER, Case, make_case
+from support.golden.case import Case, make_case
 from support.golden.values import random_bits
 
 from cupyattn.runtime.arch import TURING, arch_of
@@ -246,7 +246,6 @@ def _philox() -> Case:
         {"counters": counters},
         {"words": np.zeros_like(counters), "fields": np.zeros(count, np.uint32)},
         threads=128,
-        source=FOLDER.parent.parent / "runtime" / "probes" / "philox.cu",
         entry="probe_philox",
         scalars={
             "count": np.int32(count),
