@@ -54,7 +54,12 @@ class KernelFigures:
         Of several with as much, as over masked and over full tiles, the one with the fewest
         instructions: masks are for the few tiles at the edges.
         """
-        return max(self.loops, key=_importance, default=None)
+        return main_loop(self.loops)
+
+
+def main_loop(loops: Sequence[LoopFigures]) -> LoopFigures | None:
+    """Return the loop with the most work, of several the one with the fewest instructions."""
+    return max(loops, key=_importance, default=None)
 
 
 def _importance(loop: LoopFigures) -> tuple[int, int]:

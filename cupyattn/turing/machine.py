@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.arch import SUB_PARTITIONS, TURING, WARP_SIZE
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice
 from cupyattn.turing.sass import SassInstruction
@@ -101,6 +101,11 @@ class Machine:
     branch: int = 10
     queue: int = 8
 
+    @property
+    def peak_flop_per_cycle(self) -> float:
+        """Operations in a cycle of an SM: float16 products with float32 sums on tensor cores."""
+        return SUB_PARTITIONS * 2 * 16 * 8 * 8 / self.hmma_f32
+
     def tflops(self, flop_per_cycle: float) -> float:
         """Return the TFLOP/s of all SMs, of integers TOPS, at so many operations in a cycle of one.
 
@@ -130,6 +135,7 @@ MACHINES = {
             _GEFORCE, name="RTX 2060 Super", multiprocessors=34, clock_mhz=1650, memory_gb_s=448
         ),
         replace(_GEFORCE, name="RTX 2080 Ti", multiprocessors=68, clock_mhz=1545, memory_gb_s=616),
+        replace(T4, name="TITAN RTX", multiprocessors=72, clock_mhz=1770, memory_gb_s=672),
         replace(_EMULATED, name="GTX 1650 Ti", multiprocessors=16, clock_mhz=1485, memory_gb_s=192),
     )
 }

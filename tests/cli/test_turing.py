@@ -164,8 +164,8 @@ def test_a_card_without_tensor_cores_shows_what_it_runs(modelled, capsys):
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
 def test_rates_of_machines(machine):
     """Half the rate on GeForce, and without tensor cores slower than float32 units."""
-    hmma = 4 * 2 * 16 * 8 * 8 / machine.hmma_f32
-    specified = {"T4": 65, "RTX 2060 Super": 28.7, "RTX 2080 Ti": 53.8}
+    hmma = machine.peak_flop_per_cycle
+    specified = {"T4": 65, "RTX 2060 Super": 28.7, "RTX 2080 Ti": 53.8, "TITAN RTX": 130.5}
     if machine.name in specified:
         assert machine.tflops(hmma) == pytest.approx(specified[machine.name], rel=0.01)
     assert (machine.tflops(hmma) > machine.tflops(128)) == machine.tensor_cores
