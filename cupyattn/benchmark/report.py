@@ -1,7 +1,8 @@
 """``python -m cupyattn report``: everything measured on a GPU, with the model if it is a Turing.
 
-The model of Turing has never been compared with a Turing GPU: its authors have none. A report is
-what an owner of one can send, and `.github/ISSUE_TEMPLATE` has the form for it.
+The model of Turing was compared with figures of other kernels only: its authors have no Turing GPU.
+A report is what an owner of one can send, and `.github/ISSUE_TEMPLATE` has the form for it. First
+come the units whose rates the model takes from publications, so that one report calibrates it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ import numpy as np
 
 from cupyattn.benchmark import attention, decode, layers, linear
 from cupyattn.benchmark.cases import Case, Harness, Row, labels_of, median_of
+from cupyattn.benchmark.ceiling_kernels import (
+    LOADS,
+    TENSOR_UNITS,
+    UNIT_ROUNDS,
+    UNIT_WORDS,
+    UNITS,
+    TimedUnit,
+    unit_rates,
+)
 from cupyattn.benchmark.command import JSON, Benchmark, run_on_gpu
 from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import label_text
@@ -24,11 +34,15 @@ from cupyattn.benchmark.timer import ARITHMETIC, copy_rate
 from cupyattn.cli.arguments import Commands, positive
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.runtime.annotations import Json
-from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.device.cuda import cuda_device
-from cupyattn.turing import MARGIN, DisassemblerError, disassembler_version
+from cupyattn.runtime.arch import SUB_PARTITIONS, TURING, WARP_SIZE
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
+from cupyattn.runtime.plan import launch
+from cupyattn.runtime.storage import VECTOR_BYTES
+from cupyattn.turing import MARGIN, DisassemblerError, Machine, disassembler_version
 from cupyattn.turing.analysis import TuringModel
-from cupyattn.turing.machine import machine_of
+from cupyattn.turing.machine import interval, latency, machine_of, service
+from cupyattn.turing.sass import SassInstruction
 
 Clock = Callable[[], float]
 """Return seconds, as `time.monotonic` does."""
@@ -103,6 +117,7 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
             machine, missing = None, str(failure)
     model = None if machine is None else TuringModel(machine)
     copied = copy_rate()
+    units = measured_units(device, machine)
     parts = [
         _measured(*part, model, clock() + (ends - clock()) / (len(PARTS) - number), clock)
         for number, part in enumerate(PARTS)
@@ -115,8 +130,56 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
         "machine": None if machine is None else machine.name,
         "without_model": missing,
         "minutes": arguments.minutes,
+        "units": units,
         "parts": parts,
     }
+
+
+def measured_units(device: CudaDevice, machine: Machine | None) -> list[Json]:
+    """Time each unit with one CTA on each multiprocessor; return cycles of the slowest warp.
+
+    An instruction's cycles are those for which it occupies its unit of a sub-partition. Loads are
+    latencies: cycles from one load of a chain to the next.
+    """
+    cupy = load_cupy()
+    words = cupy.zeros(UNIT_WORDS * VECTOR_BYTES, np.uint8)
+    found = []
+    for unit in UNITS:
+        if unit.macro in TENSOR_UNITS and not device.tensor_cores:
+            continue
+        warps = unit.threads // WARP_SIZE
+        cycles = cupy.empty(device.multiprocessors * warps, np.int64)
+        for _ in range(2):  # the first fills L2
+            launch(device, unit_rates(unit), device.multiprocessors, (cycles, words))
+        slowest = float(cycles.max()) / UNIT_ROUNDS
+        is_latency = unit.macro == LOADS
+        at_once = 1 if is_latency else unit.in_flight * warps / SUB_PARTITIONS
+        found.append(
+            {
+                "unit": unit.name,
+                "cycles": round(slowest / at_once, 1),
+                "modelled": None if machine is None else modelled_cycles(unit, machine),
+                "bytes_per_cycle": round(
+                    device.multiprocessors * unit.threads * unit.in_flight * VECTOR_BYTES / slowest
+                ) if is_latency else None,
+            }
+        )  # fmt: skip
+    return found
+
+
+def modelled_cycles(unit: TimedUnit, machine: Machine) -> float:
+    """Return the cycles of a unit's instruction by the model, without other load.
+
+    Examples
+    --------
+    >>> from cupyattn.turing import T4
+    >>> {unit.macro: modelled_cycles(unit, T4) for unit in UNITS[:4]}
+    {'kConversions': 8, 'kExponentials': 8, 'kShuffles': 4, 'kReductions': 8}
+    """
+    instruction = SassInstruction(0, unit.opcode)
+    if unit.macro == LOADS:
+        return latency(instruction, machine)
+    return max(interval(instruction, machine), SUB_PARTITIONS * service(instruction, machine))
 
 
 def _measured(
@@ -195,6 +258,15 @@ def markdown(result: Result) -> Iterator[str]:
             f"loops, utilisation +-{MARGIN}, at the boost clock; the others by the specified "
             "bandwidth."
         )
+    yield ""
+    yield "## Units"
+    yield ""
+    yield (
+        "Cycles of one instruction of a warp in its unit of a sub-partition; of loads the latency, "
+        "and the bytes a cycle of all multiprocessors."
+    )
+    yield ""
+    yield from _table(("unit", "measured", "modelled"), [_unit_cells(x) for x in result["units"]])
     for part in result["parts"]:
         yield ""
         yield f"## `{' '.join(['python -m cupyattn.benchmark', part['command'], *part['words']])}`"
@@ -205,6 +277,12 @@ def markdown(result: Result) -> Iterator[str]:
         yield from _table(
             ("call", "time", "measured", "modelled", "share"), [_cells(row) for row in part["rows"]]
         )
+
+
+def _unit_cells(unit: Json) -> tuple[str, ...]:
+    cycles, moved, modelled = (unit[name] for name in ("cycles", "bytes_per_cycle", "modelled"))
+    measured = f"{cycles:.1f}" + ("" if moved is None else f" ({moved} bytes a cycle)")
+    return unit["unit"], measured, "" if modelled is None else f"{modelled:g}"
 
 
 def _cells(row: Json) -> tuple[str, ...]:

@@ -10,14 +10,18 @@ from support.fake_gpu import HEADER
 from support.gates import require_gates_tools
 
 from cupyattn.__main__ import main
-from cupyattn.benchmark import attention, layers, linear
+from cupyattn.benchmark import attention, ceiling_kernels, layers, linear
 from cupyattn.benchmark import command as driver
 from cupyattn.benchmark import report as command
 from cupyattn.benchmark.cases import labels_of, row_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.report import PARTS, UNFILLED, TuringModel, figure, machine_of, markdown
 from cupyattn.benchmark.timer import COPY, PRODUCTS
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.compile import compile_cubin
+from cupyattn.runtime.device.cuda import cuda_device
 from cupyattn.turing import MACHINES, T4
+from cupyattn.turing.sass import disassemble, parse_listing
 
 ATTENTION = {
     **{"batch": 2, "heads": 16, "seqlen": 512, "head_dim": 64, "head_dim_v": 64},
@@ -148,6 +152,10 @@ RESULT = {
     "machine": "T4",
     "without_model": None,
     "minutes": 10.0,
+    "units": [
+        {"unit": "shuffles", "cycles": 4.1, "bytes_per_cycle": None, "modelled": 4},
+        {"unit": "loads", "cycles": 640.0, "bytes_per_cycle": 790, "modelled": None},
+    ],
     "parts": [
         {"command": "attention", "words": ["--calls", "20"], "cut": False,
          "rows": [{**ATTENTION, "modelled": 50.0}, {
@@ -170,7 +178,9 @@ def test_markdown():
     assert "| softmax, forward, cupyattn | 1000.0 us | 200.0 GB/s | 320.0 | 0.62 |" in text
     assert text.count("Cut: its share of 10 minutes was over (--minutes).") == 1
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in lines} == {3, 6}
+    assert {line.count("|") for line in lines} == {3, 4, 6}
+    assert "| shuffles | 4.1 | 4 |" in text
+    assert "| loads | 640.0 (790 bytes a cycle) |  |" in text
 
 
 def test_text_and_json(monkeypatch, capsys, tmp_path):
@@ -215,6 +225,7 @@ def slow(monkeypatch, a_gpu):
     monkeypatch.setattr(command, "cuda_device", lambda ordinal: Gpu("Tesla T4"))
     monkeypatch.setattr(command, "measured_on", lambda device: HEADER)
     monkeypatch.setattr(command, "copy_rate", lambda: 250.0)
+    monkeypatch.setattr(command, "measured_units", lambda *_: [])
     monkeypatch.setattr(command, "disassembler_version", lambda: "12.9")
     return clock
 
@@ -232,6 +243,25 @@ def test_a_report_ends_within_its_minutes(slow, minutes, capsys):
     assert all(part["cut"] and 1 < len(part["rows"]) < 1000 for part in long)
     assert all(part["rows"][0]["modelled"] == 320.0 for part in long)
     assert "Cut: its share of " in "\n".join(markdown(result))
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("unit", ceiling_kernels.UNITS, ids=lambda unit: unit.name)
+def test_a_unit_executes_its_instruction_in_every_chain(unit):
+    """Neither merged nor removed by the assembler, and nothing else in the loop binds."""
+    require_gates_tools()
+    cubin = compile_cubin(ceiling_kernels.unit_rates(unit), TURING).code
+    (code,) = parse_listing(disassemble(cubin)).values()
+    name = unit.opcode.partition(".")[0]
+    assert sum(each.name == name for each in code) == unit.in_flight
+
+
+@pytest.mark.gpu
+def test_every_unit_takes_some_cycles(monkeypatch):
+    monkeypatch.undo()  # the driver's own words
+    units = command.measured_units(cuda_device(0), T4)
+    assert all(0.1 < unit["cycles"] < 1e5 for unit in units)
+    assert any(unit["bytes_per_cycle"] for unit in units)
 
 
 @pytest.mark.gpu
