@@ -25,6 +25,7 @@ from cupyattn.turing import (
     analyse,
     disassembler_version,
 )
+from cupyattn.turing.power import UNCERTAINTY
 
 TUNED = (
     *("attention_forward", "attention_forward_paged", "attention_forward_varlen"),
@@ -54,8 +55,8 @@ def add_parser(commands: Commands) -> None:
         "the tensor cores (or float32 units) are in a simulation of one SM. Needs NVRTC and "
         "nvdisasm, but no GPU.",
         epilog="Counts and ratios are exact. The utilisation is the result of a model with an "
-        f"error of up to +-{MARGIN}; it was never compared with a Turing GPU. Exit code 1 without "
-        "a compiler or disassembler.",
+        f"error of up to +-{MARGIN}, and so is the clock under the power limit; no kernel of this "
+        "library was measured on a Turing GPU. Exit code 1 without a compiler or disassembler.",
     )
     add_row_options(
         parser, default=f"{', '.join(TUNED)}; without tensor cores {', '.join(IN_FLOAT32)}"
@@ -165,6 +166,20 @@ def _summary(loop: LoopFigures, machine: Machine) -> Json:
         "utilisation": utilisation,
         "of_integers": loop.of_integers,
         "tflops": None if rate is None else round(machine.tflops(rate), 1),
+        "sustained": _sustained(loop, machine),
+    }
+
+
+def _sustained(loop: LoopFigures, machine: Machine) -> Json | None:
+    held, rate = loop.sustained(machine), loop.flop_per_cycle
+    if held is None or rate is None:
+        return None
+    tflops = machine.tflops(rate) * held.ghz * 1000 / machine.clock_mhz
+    return {
+        "tflops": round(tflops, 1),
+        "uncertainty": round(tflops * UNCERTAINTY, 1),
+        "clock_mhz": round(held.ghz * 1000),
+        "watts": round(held.watts),
     }
 
 
@@ -200,10 +215,11 @@ _COLUMNS = {
     "range": "lowest and highest utilisation over the times at which the SM's CTAs can start",
     "TFLOP/s": "the rate of all SMs at that utilisation and the boost clock; of integer products "
     "it is TOPS",
+    "sustained": "the rate at the clock that the GPU holds under its power limit, a model too",
 }
 """Columns and what they mean; the names are short, so that a row is one line of 80 columns."""
 _COUNTED = 8  # columns; the others are simulated
-_SPARE = ("range", "length", "smem", "LSU", "spills", "TFLOP/s")
+_SPARE = ("range", "length", "smem", "LSU", "spills", "TFLOP/s", "sustained")
 _LONG = 40
 """Characters of a row's name that leave room for the other columns in a line of 80."""
 _SHORTER = (
@@ -250,7 +266,7 @@ def _cells(row: Json) -> list[tuple[Cell, ...]]:
     resources = (row["row"], row["registers"], row["shared_bytes"], row["ctas_per_sm"])
     loops = row.get("loops", [row["main"]] if row["main"] else [])
     if not loops:
-        return [(*resources, "", "", "", "no products", "", "", "")]
+        return [(*resources, "", "", "", "no products", "", "", "", "")]
     return [(*resources, *_loop_cells(loop)) for loop in loops]
 
 
@@ -260,8 +276,8 @@ def _rate(loop: Json) -> str:
 
 def _loop_cells(loop: Json) -> tuple[Cell, ...]:
     if loop["bound"] is None:
-        return (loop["instructions"], loop["spill_bytes"], "", "no CTA fits", "", "", "")
-    simulated, binds = loop["utilisation"], loop["binding_pipe"]
+        return (loop["instructions"], loop["spill_bytes"], "", "no CTA fits", "", "", "", "")
+    simulated, binds, held = loop["utilisation"], loop["binding_pipe"], loop["sustained"]
     return (
         loop["instructions"],
         loop["spill_bytes"],
@@ -273,4 +289,5 @@ def _loop_cells(loop: Json) -> tuple[Cell, ...]:
             else (f"{simulated['mean']:.3f}", f"{simulated['low']:.2f}-{simulated['high']:.2f}")
         ),
         "" if loop["tflops"] is None else _rate(loop),
+        "" if held is None else f"{held['tflops']:.0f}+-{held['uncertainty']:.0f}",
     )

@@ -9,9 +9,10 @@ reads the sm_75 code of a kernel instead. It needs ``nvdisasm``, NVIDIA's disass
 
 For the main loop of each kernel it returns the spilled bytes; the CTAs that fit on an SM; the
 cycles of the load/store unit for each cycle of the tensor cores (above 1 it is the limit); the
-utilisation of the tensor cores that no schedule can exceed; and the utilisation in a simulation of
-one SM: its four sub-partitions, the scoreboards and stalls of the code, one load/store unit,
-barriers, and CTAs that started at different times.
+utilisation of the tensor cores that no schedule can exceed; the utilisation in a simulation of one
+SM: its four sub-partitions, the scoreboards and stalls of the code, one load/store unit, its share
+of L2, barriers, and CTAs that started at different times; and the clock that the device sustains
+under its power limit, with the rate at that clock.
 
 `analyse` takes a kernel of the library by its `row`, or the ``specialisation`` of your own
 `cupyattn.Kernel`. For another device than a T4 it takes one of `MACHINES`, as the command does
@@ -31,12 +32,15 @@ Accuracy
 --------
 All but the simulation is exact for one compiler; another version of NVRTC changes spills by tens of
 bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to rank variants by
-differences of that size and as an upper limit. Its rates and latencies come from public
-micro-benchmarks of a T4 (`Machine` names them) and were not fitted; no Turing device has been
-measured with this library's kernels. Not modelled: bank conflicts (the emulator counts those),
-conflicts of register banks, the instruction cache, contention for L2 and DRAM, atomics' own rate,
-clocks that fall under power limits, code before and after the loop, and CTAs with less work than
-others (causal attention).
+differences of that size. Its rates and latencies come from public micro-benchmarks (`Machine` names
+them); one, the rate of L2, was fitted to figures that others published for a TITAN RTX. No Turing
+device has been measured with this library's kernels; the reference page "Calibration of the Turing
+model" compares published figures of other kernels. The sustained clock is known to +-20 %: it comes
+from energies of instructions and bytes with one factor for all (`cupyattn.turing.power`). Where it
+is below the boost clock, as on a T4 for every product, the kernel that takes less energy is faster,
+whatever its utilisation. Not modelled: bank conflicts of shared memory (the emulator counts those),
+DRAM, the rate of atomics in L2, code before and after the loop, and CTAs with less work than others
+(causal attention).
 
 Every configuration has gates, to which the tests hold it: the most registers and spilled bytes, and
 the utilisation that it was chosen for. ``notebooks/12_roofline_and_profile.ipynb`` shows the model.
@@ -45,6 +49,7 @@ the utilisation that it was chosen for. ``notebooks/12_roofline_and_profile.ipyn
 from cupyattn.turing.analysis import KernelFigures, MemoryFigures, analyse, memory_figures, row
 from cupyattn.turing.counts import LoopFigures
 from cupyattn.turing.machine import MACHINES, T4, Machine
+from cupyattn.turing.power import Sustained
 from cupyattn.turing.sass import DisassemblerError, disassembler_version
 from cupyattn.turing.simulation import MARGIN, Utilisation
 
@@ -57,6 +62,7 @@ __all__ = [
     "LoopFigures",
     "Machine",
     "MemoryFigures",
+    "Sustained",
     "Utilisation",
     "analyse",
     "disassembler_version",

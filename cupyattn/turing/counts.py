@@ -19,6 +19,7 @@ from cupyattn.turing.machine import (
     pipe_of,
     service,
 )
+from cupyattn.turing.power import Sustained, energy, sustained
 from cupyattn.turing.sass import SassInstruction
 from cupyattn.turing.simulation import LoopWork, Utilisation, steady_path
 
@@ -56,6 +57,8 @@ class LoopFigures:
         Simulated, for the main loop of a kernel.
     of_integers : bool
         Whether all of the work are products of integers on tensor cores.
+    picojoules : float
+        The energy of all resident warps, at the lowest voltage.
     """
 
     start: int
@@ -72,6 +75,7 @@ class LoopFigures:
     work_flop: float
     utilisation: Utilisation | None = None
     of_integers: bool = False
+    picojoules: float = 0.0
 
     @property
     def flop_per_cycle(self) -> float | None:
@@ -79,6 +83,13 @@ class LoopFigures:
         if self.utilisation is None:
             return None
         return self.work_flop / self.work_cycles * self.utilisation.mean
+
+    def sustained(self, machine: Machine) -> Sustained | None:
+        """Return the clock that a GPU holds under its power limit; None without utilisation."""
+        if self.utilisation is None:
+            return None
+        cycles = self.work_cycles / self.utilisation.mean
+        return sustained(self.picojoules / cycles, machine)
 
     @property
     def lsu_ratio(self) -> float | None:
@@ -134,4 +145,5 @@ def loop_figures(
         work_cycles=busy(products),
         work_flop=float(sum(map(work.flop, products)) * resident),
         of_integers=all(each.name == "IMMA" for each in products),
+        picojoules=energy(path) * resident,
     )

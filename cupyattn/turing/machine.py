@@ -6,6 +6,7 @@ Also the devices that have such SMs.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cupyattn.runtime.arch import SUB_PARTITIONS, TURING, WARP_SIZE
@@ -25,8 +26,9 @@ class Machine:
     CUDA C++ Programming Guide; [5] Yan, Wang and Chu, "Demystifying tensor cores to optimize
     half-precision matrix multiply", IPDPS 2020; [6] NVIDIA's specifications of each device, of the
     reference model: makers and laptops differ by some per cent; [7] LeelaChessZero/lc0#849, a
-    network's float16 and float32 speeds on a GTX 1650. Values without a
-    source are marked as assumed.
+    network's float16 and float32 speeds on a GTX 1650; [8] mt4g's report of an RTX 2080 Ti
+    (caps-tum/mt4g, Technical University of Munich); [9] PPT-GPU's description of a TITAN RTX
+    (lanl/PPT). Values without a source are marked as assumed.
 
     Attributes
     ----------
@@ -36,6 +38,8 @@ class Machine:
         SMs, and their boost clock [6], which a device may not hold under load: a T4 has 70 W.
     memory_gb_s : int
         Of its DRAM [6]; the model of loops does not use it.
+    watts : int
+        Its power limit [6].
     tensor_cores : bool
         Whether it has any; without, HMMA is executed, but slowly.
     shared_rate : float
@@ -64,21 +68,38 @@ class Machine:
         is assumed.
     xu_latency, other_latency : int
         The same for the special-function unit [3], and for other pipes with a scoreboard (assumed).
-    shared_latency, l1_latency, global_latency : int
-        Cycles from the service of a load until its scoreboard is free: shared memory, local memory
-        that hits L1, and global memory, between L2 and DRAM [1].
+    shared_latency, l1_latency : int
+        Cycles from the service of a load until its scoreboard is free: shared memory, and local
+        memory that hits L1 [1].
+    global_latency, global_spread : int
+        The same for global memory, and how much earlier or later single loads arrive: 176 cycles
+        from L2 and 496 from DRAM without load [8], 470 to 1,200 with it. L2 delivers tiles that
+        CTAs share, under load. The spread is assumed.
+    l2_rate : float
+        Bytes a cycle that L2 delivers to all SMs together, and takes from them: 1,270 GB/s of a T4
+        [1]. An SM has its share of them. TU102 has 844 [9] to 870 [8], measured with few CTAs,
+        and would have 1,200 if its 48 slices were as good as a T4's 32: 1,000 for a TITAN RTX is
+        the one value that was fitted to published figures, and 920 for 44 slices follows from it.
+        TU106 is assumed to be like a T4's TU104, TU117 to have half of it.
     store_latency : int
         The same for stores; assumed.
     barrier, branch : int
         Cycles from the last arrival at a BAR, and from a branch, to the next instruction; assumed.
     queue : int
         Memory instructions that wait in a sub-partition; assumed, 4 or 16 move results by 0.04.
+    bank_conflict : int
+        Cycles that an instruction's pipe is busy for longer if its three source registers are all
+        in one of the register file's two banks [1].
+    instruction_cache, fetch : int
+        Instructions that a sub-partition's own cache holds, 16 KB [1], and the cycles from one to
+        the next of a warp in a loop that is longer; the latter is assumed.
     """
 
     name: str = "T4"
     multiprocessors: int = 40
     clock_mhz: int = 1590
     memory_gb_s: int = 320
+    watts: int = 70
     tensor_cores: bool = True
     shared_rate: float = 64.0
     hmma_f32: int = 8
@@ -95,11 +116,16 @@ class Machine:
     other_latency: int = 14
     shared_latency: int = 19
     l1_latency: int = 28
-    global_latency: int = 330
+    global_latency: int = 500
+    global_spread: int = 150
+    l2_rate: float = 800.0
     store_latency: int = 8
     barrier: int = 22
     branch: int = 10
     queue: int = 8
+    bank_conflict: int = 1
+    instruction_cache: int = 1024
+    fetch: int = 2
 
     @property
     def peak_flop_per_cycle(self) -> float:
@@ -126,17 +152,30 @@ class Machine:
 
 T4 = Machine()
 _GEFORCE = Machine(hmma_f32=16)
-_EMULATED = Machine(tensor_cores=False, hmma_f32=275, hmma_f16=275, imma=275)
+_EMULATED = Machine(tensor_cores=False, hmma_f32=275, hmma_f16=275, imma=275, l2_rate=400.0)
+
+
+def _device(
+    like: Machine, name: str, multiprocessors: int, clock_mhz: int, memory_gb_s: int, watts: int
+) -> Machine:
+    return replace(
+        like,
+        name=name,
+        multiprocessors=multiprocessors,
+        clock_mhz=clock_mhz,
+        memory_gb_s=memory_gb_s,
+        watts=watts,
+    )
+
+
 MACHINES = {
     machine.name: machine
     for machine in (
         T4,
-        replace(
-            _GEFORCE, name="RTX 2060 Super", multiprocessors=34, clock_mhz=1650, memory_gb_s=448
-        ),
-        replace(_GEFORCE, name="RTX 2080 Ti", multiprocessors=68, clock_mhz=1545, memory_gb_s=616),
-        replace(T4, name="TITAN RTX", multiprocessors=72, clock_mhz=1770, memory_gb_s=672),
-        replace(_EMULATED, name="GTX 1650 Ti", multiprocessors=16, clock_mhz=1485, memory_gb_s=192),
+        _device(_GEFORCE, "RTX 2060 Super", 34, 1650, 448, 175),
+        replace(_device(_GEFORCE, "RTX 2080 Ti", 68, 1545, 616, 250), l2_rate=920.0),
+        replace(_device(T4, "TITAN RTX", 72, 1770, 672, 280), l2_rate=1000.0),
+        _device(_EMULATED, "GTX 1650 Ti", 16, 1485, 192, 50),
     )
 }
 """Devices by name."""
@@ -241,6 +280,33 @@ def matrix_operations(instruction: SassInstruction) -> int:
     return 2 * (shapes[0] if shapes else _PRODUCTS["1688"])
 
 
+_REGISTER = re.compile(r"(?<![\w.])R(\d+)(\.reuse)?")
+_PORTS = 2  # of a bank: registers that it delivers in a cycle
+_READ_AT_ONCE = ("fma", "alu", "fp16")
+
+
+def bank_conflicts(path: Sequence[SassInstruction]) -> Iterator[bool]:
+    """Tell for each instruction whether all of its three source registers are in one bank.
+
+    Banks hold the even and the odd registers. A register that the previous instruction keeps for
+    the same operand is not read again.
+
+    Examples
+    --------
+    >>> operands = ("R0, R1, R3, R5", "R0, R1.reuse, R3, R4", "R0, R1, R3, R5")
+    >>> list(bank_conflicts([SassInstruction(0, "FFMA", each) for each in operands]))
+    [True, False, False]
+    """
+    kept: set[tuple[int, str]] = set()
+    for instruction in path:
+        fields = instruction.operands.split(",")[1:]
+        found = [(k, match) for k, field in enumerate(fields) if (match := _REGISTER.search(field))]
+        read = {int(match[1]) for k, match in found if (k, match[1]) not in kept}
+        at_once = pipe_of(instruction) in _READ_AT_ONCE and len(read) > _PORTS
+        yield at_once and len({register % 2 for register in read}) == 1
+        kept = {(k, match[1]) for k, match in found if match[2]}
+
+
 def service(instruction: SassInstruction, machine: Machine) -> int:
     """Return the cycles of the SM's load/store unit, 0 for instructions of other pipes."""
     pipe = pipe_of(instruction)
@@ -250,6 +316,13 @@ def service(instruction: SassInstruction, machine: Machine) -> int:
         return machine.shuffle
     moved = WARP_SIZE * max(access_bytes(instruction), _WORD)
     return max(1, -int(-moved // machine.shared_rate))
+
+
+def transfer(instruction: SassInstruction, machine: Machine) -> float:
+    """Return for how many cycles the bytes of a global access occupy an SM's share of L2."""
+    if pipe_of(instruction) not in GLOBAL:
+        return 0.0
+    return WARP_SIZE * access_bytes(instruction) * machine.multiprocessors / machine.l2_rate
 
 
 def latency(instruction: SassInstruction, machine: Machine) -> int:

@@ -3,7 +3,8 @@
 Scoreboards, stalls and waits are those of the control words. Each sub-partition issues one
 instruction a cycle, of the warp that issued last if it can, else of the one that is least advanced.
 Memory instructions wait in a queue of each sub-partition for the SM's one load/store unit, which
-serves the queues in turn. Values are not computed: every warp repeats the steady path of the loop.
+serves the queues in turn. Global accesses then take the SM's share of L2, and some loads arrive
+earlier than others. Values are not computed: every warp repeats the steady path of the loop.
 
 The loops that do the work are found first, and in each the steady path of an iteration.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from random import Random
 from typing import NamedTuple
 
 from cupyattn.runtime.arch import SUB_PARTITIONS, WARP_SIZE
@@ -22,12 +24,14 @@ from cupyattn.turing.machine import (
     MEMORY,
     T4,
     Machine,
+    bank_conflicts,
     barrier_warps,
     interval,
     latency,
     matrix_operations,
     pipe_of,
     service,
+    transfer,
 )
 from cupyattn.turing.sass import SCOREBOARDS, SassInstruction
 
@@ -167,7 +171,7 @@ def busy_fraction(
     Raises RuntimeError if the warps wait for each other for ever: synchronisation that this model
     does not know.
     """
-    sm = _Sm([_Step.of(each, work, warps, machine) for each in path], warps, ctas, offset, machine)
+    sm = _Sm(_steps(path, work, warps, machine), warps, ctas, offset, machine)
     while sm.slowest < _ITERATIONS:
         sm.now = sm.next_event()
         if sm.now > _LAST_CYCLE:
@@ -188,6 +192,9 @@ class _Step:
     work: int  # cycles that count as busy
     is_memory: bool
     service: int
+    transfer: float  # cycles of the SM's share of L2
+    is_store: bool
+    result: int  # the scoreboard of its result
     gap: int  # cycles to the warp's next instruction
     releases: tuple[tuple[int, int], ...]  # scoreboards, with cycles from service, or from issue
     waits_for: tuple[int, ...]
@@ -211,11 +218,26 @@ class _Step:
             work=cycles if work.does(instruction) else 0,
             is_memory=is_memory,
             service=service(instruction, machine),
+            transfer=transfer(instruction, machine),
+            is_store=pipe == "STG",
+            result=control.write_scoreboard,
             gap=max(control.stall, 1 if instruction.target is None else machine.branch),
             releases=tuple((board, after) for board, after in releases if board < SCOREBOARDS),
             waits_for=control.waits_for,
             barrier_warps=barrier_warps(instruction, warps),
         )
+
+
+def _steps(
+    path: Sequence[SassInstruction], work: LoopWork, warps: int, machine: Machine
+) -> list[_Step]:
+    fetch = machine.fetch if len(path) > machine.instruction_cache else 0
+    steps = []
+    for instruction, conflicts in zip(path, bank_conflicts(path), strict=True):
+        step = _Step.of(instruction, work, warps, machine)
+        interval = step.interval + (machine.bank_conflict if conflicts else 0)
+        steps.append(replace(step, interval=interval, gap=max(step.gap, fetch)))
+    return steps
 
 
 @dataclass(slots=True, eq=False)
@@ -244,11 +266,12 @@ class _Warp:
                 cycle = self.free_from[board]
         self.clear = cycle
 
-    def release(self, step: _Step, cycle: int) -> None:
-        """Record that scoreboards are free some cycles after this one."""
+    def release(self, step: _Step, cycle: int, delay: int = 0) -> None:
+        """Record when scoreboards are free: some cycles after this one, for a result later."""
         for board, after in step.releases:
-            if cycle + after > self.free_from[board]:
-                self.free_from[board] = cycle + after
+            free = cycle + after + (delay if board == step.result else 0)
+            if free > self.free_from[board]:
+                self.free_from[board] = free
 
 
 class _Sm:
@@ -282,6 +305,8 @@ class _Sm:
         self.pipe_free = [[0] * (len(ARITHMETIC) + 1) for _ in parts]
         self.wake = [0] * SUB_PARTITIONS
         self.lsu_free = self.turn = 0
+        self.l2_free = [0.0, 0.0]  # of loads, of stores
+        self.random = Random(offset)  # loads arrive in the same order in every run
         self.now = self.busy = self.counting_from = self.slowest = 0
 
     def next_event(self) -> int:
@@ -333,9 +358,16 @@ class _Sm:
         self.lsu_free = self.now + step.service
         for board, _ in step.releases:
             warp.unserved[board] -= 1
-        warp.release(step, self.lsu_free)
+        warp.release(step, self.lsu_free, self._move(step) if step.transfer else 0)
         warp.look()
         self.wake[part % SUB_PARTITIONS] = self.now  # the warp, or one that found the queue full
+
+    def _move(self, step: _Step) -> int:
+        """Let L2 move the bytes of a global access; return by how much its result is later."""
+        moved = max(self.l2_free[step.is_store], self.lsu_free) + step.transfer
+        self.l2_free[step.is_store] = moved
+        spread = self.machine.global_spread
+        return int(moved) - self.lsu_free + self.random.randint(-spread, spread)
 
     def _issue(self, warp: _Warp) -> None:
         step, now, part = warp.step, self.now, warp.part

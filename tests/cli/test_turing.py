@@ -91,6 +91,9 @@ def test_json_has_the_main_loop(modelled, capsys):
     assert main_loop["lsu_ratio"] == 1.25
     assert (main_loop["bound"], main_loop["binding_pipe"]) == (0.8, "lsu")
     assert main_loop["utilisation"] == {"mean": 0.625, "low": 0.5, "high": 0.75}
+    held = main_loop["sustained"]
+    assert held["clock_mhz"] == 1590, "a loop that takes no energy"
+    assert (held["tflops"], held["uncertainty"]) == (10.2, 2.0) and 0 < held["watts"] < 70
 
 
 def test_all_loops(modelled, capsys):
@@ -106,7 +109,7 @@ def test_text(modelled, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     printed = output(capsys, "--head-dim", "96")
     line = next(line for line in printed.splitlines() if line.startswith("  D 96  "))
-    cells = "D 96 255 32768 2 38 12 1.25 0.80 lsu 0.625 0.50-0.75 10.2"
+    cells = "D 96 255 32768 2 38 12 1.25 0.80 lsu 0.625 0.50-0.75 10.2 10+-2"
     assert line.split() == cells.split()
     assert "NVRTC 12.9, nvdisasm 13.5.37" in printed
     assert "a model with an error of up to +-0.05" in " ".join(printed.split())
@@ -120,7 +123,7 @@ def test_rates_of_integers_are_tops(modelled, capsys, monkeypatch):
     )
     printed = output(capsys, "--head-dim", "96")
     line = next(line for line in printed.splitlines() if line.startswith("  D 96  "))
-    assert line.split()[-3:] == ["0.50-0.75", "20.4", "TOPS"]
+    assert line.split()[-4:] == ["0.50-0.75", "20.4", "TOPS", "20+-4"]
     (row, *_) = json.loads(output(capsys, "--head-dim", "96", "--json"))["rows"]
     assert (row["main"]["of_integers"], row["main"]["tflops"]) == (True, 20.4)
 

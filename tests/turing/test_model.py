@@ -6,6 +6,7 @@ shortened) of loops.cu as NVRTC 12.9.86 compiles it for sm_75 (-std=c++17).
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn.turing import MACHINES, T4, Machine, sass
+from cupyattn.turing import MACHINES, T4, Machine, power, sass
 from cupyattn.turing.analysis import code_figures
 from cupyattn.turing.counts import loop_figures
 from cupyattn.turing.machine import access_bytes, barrier_warps, pipe_of, service
@@ -162,11 +163,12 @@ def test_a_branch_over_products_falls_through():
 
 # --- figures of the frozen loops. For the same cubin another program of the same model (one file,
 # cuobjdump instead of nvdisasm), calibrated on published T4 figures, gave these; so did it for
-# every row of attention_forward on 2026-11-20.
+# every row of attention_forward on 2026-11-20. It had neither the rate of L2 nor loaded memory.
+UNLOADED = Machine(global_latency=330, global_spread=0, l2_rate=math.inf, bank_conflict=0)
 
 
 def test_figures_of_the_matrix_loop():
-    (loop,) = code_figures(LISTING["matrix_loop"], threads=128, ctas=8)
+    (loop,) = code_figures(LISTING["matrix_loop"], threads=128, ctas=8, machine=UNLOADED)
     assert (loop.start, loop.end) == (464, 1680)
     assert (loop.instructions, loop.skipped, loop.work) == (38, 39, 8)
     assert loop.counts == {
@@ -302,6 +304,56 @@ def test_a_scoreboard_is_waited_for():
     assert 4 * busy_fraction([lds, waits], MATRIX, 1, 1) == pytest.approx(8 / cycles, rel=0.02)
 
 
+LDG = SassInstruction(0, "LDG.E.128", "R0, [R4]", control=Control(stall=1, write_scoreboard=0))
+
+
+def test_all_sms_share_the_rate_of_l2():
+    """A warp's load of 512 bytes takes 512 / 20 cycles of an SM's share."""
+    path = [*[LDG] * 8, replace(HMMA, control=Control(stall=8, waits_for=(0,)))]
+    share = busy_fraction(path, MATRIX, 16, 1)
+    assert share == pytest.approx(8 / 4 / (8 * 512 * 40 / 800), rel=0.05)
+    more = busy_fraction(path, MATRIX, 16, 1, machine=Machine(multiprocessors=80))
+    assert more == pytest.approx(share / 2, rel=0.05)
+
+
+def test_stores_do_not_delay_loads():
+    wait = replace(HMMA, control=Control(stall=8, waits_for=(0,)))
+    store = replace(LDG, opcode="STG.E.128", control=Control(stall=1))
+    loads, both = (busy_fraction(path, MATRIX, 8, 1) for path in ([LDG, wait], [LDG, store, wait]))
+    assert both == pytest.approx(loads, rel=0.03)
+
+
+def test_loads_arrive_at_times_that_differ():
+    """Loads of 16 warps before a barrier are as late as the last of them."""
+    barrier = SassInstruction(0, "BAR.SYNC", "0x0", control=Control(stall=1))
+    path = [LDG, replace(HMMA, control=Control(stall=8, waits_for=(0,))), barrier]
+    even, uneven = (
+        busy_fraction(path, MATRIX, 16, 1, machine=Machine(l2_rate=1e6, global_spread=spread))
+        for spread in (0, 150)
+    )
+    assert uneven < 0.9 * even
+
+
+def test_three_registers_of_one_bank_take_a_cycle_more():
+    path = [
+        SassInstruction(0, "FFMA", operands, control=Control(stall=2))
+        for operands in ("R0, R1, R3, R5", "R0, R1, R3, R4")
+    ]
+    shares = [busy_fraction([each] * 16, FFMA, 4, 1) for each in path]
+    assert shares == pytest.approx([2 / 3, 1], abs=0.02)
+    kept = replace(path[0], operands="R0, R1.reuse, R3, R5")
+    assert busy_fraction([kept] * 16, FFMA, 4, 1) == pytest.approx(1, abs=0.04)
+
+
+def test_a_loop_beyond_the_instruction_cache_issues_every_other_cycle():
+    alu = SassInstruction(0, "MOV", control=Control(stall=1))
+    fast, slow = (
+        busy_fraction([alu] * 8 + [HMMA], MATRIX, 4, 1, machine=Machine(instruction_cache=size))
+        for size in (16, 8)
+    )
+    assert fast == pytest.approx(8 / 24, abs=0.02) and slow < fast
+
+
 def test_a_barrier_holds_its_warps_together():
     barrier = SassInstruction(0, "BAR.SYNC", "0x0", control=Control(stall=1))
     free = busy_fraction([HMMA] * 4, MATRIX, 4, 1)
@@ -329,6 +381,38 @@ def test_a_loop_that_cannot_advance():
     assert busy_fraction([*waits, sick], MATRIX, 2, 1) > 0
     with pytest.raises(RuntimeError, match="does not advance"):
         busy_fraction([*waits, sick], MATRIX, 2, 1, machine=Machine(shared_latency=10_000_000))
+
+
+# --- power
+
+
+def test_a_t4_sustains_what_its_limit_allows():
+    """Its product of this library's, next to 24 TFLOP/s in cuBLAS, which set no parameter."""
+    product = [*[HMMA] * 128, *[LDS] * 20, *[LDG] * 7]
+    jump = SassInstruction(16 * 155, "BRA", "0x0", target=0, control=Control(stall=5))
+    code = [replace(each, address=16 * k) for k, each in enumerate(product)] + [jump]
+    (loop,) = code_figures(code, threads=256, ctas=1)
+    held = loop.sustained(T4)
+    assert held.watts == pytest.approx(70, abs=0.01)
+    assert 0.4 < held.ghz < 0.8
+
+
+def test_without_utilisation_there_is_no_clock():
+    assert loop_figures(assemble(("HMMA", None)), MATRIX, 4, 2).sustained(T4) is None
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_more_energy_never_raises_the_clock(machine):
+    clocks = [power.sustained(joules, machine).ghz for joules in (0, 500, 1000, 2000, 4000, 1e5)]
+    assert clocks == sorted(clocks, reverse=True)
+    assert clocks[0] == machine.clock_mhz / 1000 and clocks[-1] > 0
+    assert power.sustained(4000, machine).watts <= machine.watts + 1e-6
+
+
+def test_energy_of_bytes_grows_with_their_way():
+    shared, there = (power.energy([SassInstruction(0, each)]) for each in ("LDS.128", "LDG.E.128"))
+    register = power.energy([SassInstruction(0, "MOV")])
+    assert register < shared < there
 
 
 # --- the disassembler

@@ -121,7 +121,9 @@ class FloatTileConfig:
         return self.tile_m // _WARP_ROWS * (self.tile_n // _WARP_COLUMNS) * WARP_SIZE
 
 
-_GATES = Gates(models=0.96)  # of the float32 units, in every product and both configurations
+_GATES = Gates(
+    models=0.96, options=0.9
+)  # of the float32 units, in every product and both configurations
 _FEW = FloatTileConfig(64, 64, 4, "four times as many CTAs for results of few tiles")
 
 # A result takes the first configuration of which it has as many tiles as the key, else the last.

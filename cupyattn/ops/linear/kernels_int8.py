@@ -68,10 +68,10 @@ _FEW = (64, 128, 32, 32, 64, 2)
 # fall to 0.913 and 0.883 at 600. Shared memory bounds "few".
 _TURING: Mapping[Shape, TileConfig] = MappingProxyType(
     {
-        "wide": TileConfig(*WIDE, Moves(7, 2, 2), Moves(4, 4, 1), 1, 0.954),
+        "wide": TileConfig(*WIDE, Moves(7, 2, 2), Moves(4, 4, 1), 1, 0.954, loaded=0.91),
         "narrow": TileConfig(*NARROW, Moves(1, 4, 3), Moves(8, 5, 2), 1, 0.919),
-        "small": TileConfig(*SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.91),
-        "short": TileConfig(*SHORT, Moves(3, 3, 2), Moves(3, 2, 2), 1, 0.927),
+        "small": TileConfig(*SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.91, loaded=0.87),
+        "short": TileConfig(*SHORT, Moves(3, 3, 2), Moves(3, 2, 2), 1, 0.927, loaded=0.9),
         "few": TileConfig(*_FEW, Moves(4, 0, 2), Moves(2, 1, 3), 2, 0.667),
     }
 )

@@ -138,13 +138,13 @@ _Table = Mapping[tuple[Shape, Lines], TileConfig]
 # models 0.88 to 0.93; linear's slots with half of B in flight model 0.73. `models` is by the model
 # of a T4 (NVRTC 12.9.86, 2026-11-28, +-0.05), at its 330 cycles: no Turing GPU has been measured.
 _TURING: _Table = {
-    ("wide", ALONG): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.928),
+    ("wide", ALONG): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.928, loaded=0.88),
     ("wide", B_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.931),
-    ("wide", ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.912),
-    ("wide", A_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.928),
+    ("wide", ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.912, loaded=0.84),
+    ("wide", A_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.928, loaded=0.84),
     ("narrow", ALONG): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87),
     ("narrow", B_ACROSS): TileConfig(*NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
-    ("narrow", ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917),
+    ("narrow", ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917, loaded=0.88),
     ("narrow", A_ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.884),
     ("small", ALONG): TileConfig(*SMALL, Moves(9, 1, 4), Moves(10, 1, 4), 1, 0.879),
     ("small", B_ACROSS): TileConfig(*SMALL, Moves(9, 1, 4), Moves(6, 1, 4), 2, 0.918),
@@ -221,7 +221,7 @@ INT8_TILES: Mapping[Shape, TileConfig] = {
     "wide": TileConfig(*WIDE, Moves(8, 3, 2), Moves(3, 5, 2), 1, 0.94),
     "narrow": TileConfig(*NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.906),
     "small": TileConfig(*SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.89),
-    "short": TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.951),
+    "short": TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.951, loaded=0.87),
     "tiny": TileConfig(*_TINY, Moves(0, 1, 2), Moves(1, 1, 2), 2, 0.5),
     "skinny": TileConfig(*_SKINNY, Moves(0, 1, 1), Moves(0, 1, 4), 2, 0.444),
 }
@@ -236,6 +236,7 @@ _INT8: Mapping[int, Mapping[Shape, TileConfig]] = {
 
 _INT8_TRANSPOSED = {(PAIRS, TRANSPOSING): 0.822, (TRANSPOSING, PAIRS): 0.788}
 _INT8_TRANSPOSED[TRANSPOSING, TRANSPOSING] = 0.817
+_INT8_TRANSPOSED_LOADED = 0.68
 _INT8_ITEMS = 0.16
 """Utilisation of the integer tensor cores for other pairs of loaders, in the tile "small"."""
 
@@ -261,6 +262,7 @@ def int8_config(arch: int, shape: Shape, loaders: tuple[str, str]) -> TileConfig
         a_moves=a_moves._replace(ring=min(a_ring, a_moves.ring)),
         b_moves=b_moves._replace(ring=min(b_ring, b_moves.ring)),
         models=_INT8_TRANSPOSED.get(loaders, _INT8_ITEMS),
+        loaded=_INT8_TRANSPOSED_LOADED if loaders in _INT8_TRANSPOSED else None,
     )
 
 
@@ -316,7 +318,7 @@ def tensor_core(
         config_of(arch, shape, lines, vec),
         vec,
         out_vec,
-        scalar=0.31,
+        scalar=0.23,
         DTYPE=dtype,
         A_LINES=lines_macro(lines.a),
         B_LINES=lines_macro(lines.b),

@@ -139,15 +139,16 @@ def _configs(
     )
     return {
         ("narrow", True): TileConfig(*of_256, *narrow),
-        ("narrow", False): TileConfig(*of_256, *narrow_across),
+        ("narrow", False): TileConfig(*of_256, *narrow_across, loaded=narrow_across[3] - _ACROSS),
         ("small", True): TileConfig(*of_128, *small),
-        ("small", False): TileConfig(*of_128, *small_across),
+        ("small", False): TileConfig(*of_128, *small_across, loaded=small_across[3] - _ACROSS),
         ("few", True): TileConfig(*of_64, *few),
-        ("few", False): TileConfig(*of_64, *few_across),
+        ("few", False): TileConfig(*of_64, *few_across, loaded=few_across[3] - _ACROSS),
     }
 
 
 _FEW = 64  # rows of the smallest tile
+_ACROSS = 0.07  # of utilisation, at most: codes across the sum are loaded in more pieces
 
 # The utilisation and the slots are by the static model, as in kernels_tensor_core.py (NVRTC
 # 12.9.86, 2026-11-23, +-0.05). The slots are the best of 25 to 80 candidates each, which model 0.73

@@ -112,21 +112,24 @@ ALONG, B_ACROSS, ACROSS = Lines(True, True), Lines(True, False), Lines(False, Fa
 
 _Table = Mapping[tuple[Shape, Lines], TileConfig]
 
-# `models` is by a static model of the machine code (NVRTC 12.9.86, 2026-11-22, +-0.05): no Turing
-# GPU has been measured. The slots are the best of some dozens that were tried: ptxas schedules
-# loads and stores differently for each. Among those that model alike, these are the fastest on an
-# H200 as compute_75 code (2026-11-22, `benchmark linear`), which waits longer for memory and needs
-# all of a k-tile in flight: wide, 335 TFLOP/s at 8192 x 16384 x 4096; narrow, 291 at 8192 x 2560 x
-# 10240, and 275 with w across. Slots that model 0.87 and 0.83 reach 307 and 292 there.
+# `models` is by a static model of the machine code (NVRTC 12.9.86, 2026-11-22, +-0.05), `loaded` by
+# the same with loaded memory (2026-11-28): no Turing GPU has been measured. The slots are the best
+# of some dozens that were tried: ptxas schedules loads and stores differently for each. Among those
+# that model alike, these are the fastest on an H200 as compute_75 code (2026-11-22, `benchmark
+# linear`), which waits longer for memory and needs all of a k-tile in flight: wide, 335 TFLOP/s at
+# 8192 x 16384 x 4096; narrow, 291 at 8192 x 2560 x 10240, and 275 with w across. Slots that model
+# 0.87 and 0.83 reach 307 and 292 there.
 _TURING_FORWARD: _Table = {
-    ("wide", ALONG): TileConfig(*WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976),
-    ("wide", B_ACROSS): TileConfig(*WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956),
+    ("wide", ALONG): TileConfig(*WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976, loaded=0.82),
+    ("wide", B_ACROSS): TileConfig(*WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956, loaded=0.8),
     ("narrow", ALONG): TileConfig(*NARROW, Moves(3, 1, 4), Moves(2, 1, 2), 1, 0.917),
-    ("narrow", B_ACROSS): TileConfig(*NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915),
+    ("narrow", B_ACROSS): TileConfig(
+        *NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915, loaded=0.88
+    ),
     ("small", ALONG): TileConfig(*SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.932),
-    ("small", B_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.891),
-    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.952),
-    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.955),
+    ("small", B_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.891, loaded=0.81),
+    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.952, loaded=0.88),
+    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.955, loaded=0.92),
 }
 _TURING_PRODUCT: _Table = {
     ("wide", ALONG): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.938),
@@ -134,13 +137,13 @@ _TURING_PRODUCT: _Table = {
     ("wide", ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.943),
     ("narrow", ALONG): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87),
     ("narrow", B_ACROSS): TileConfig(*NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
-    ("narrow", ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917),
+    ("narrow", ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917, loaded=0.88),
     ("small", ALONG): TileConfig(*SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.828),
-    ("small", B_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.89),
-    ("small", ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.906),
-    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.867),
-    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936),
-    ("short", ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939),
+    ("small", B_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.89, loaded=0.81),
+    ("small", ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.906, loaded=0.83),
+    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.867, loaded=0.84),
+    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936, loaded=0.86),
+    ("short", ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939, loaded=0.86),
 }
 
 
@@ -233,6 +236,7 @@ def product(
         config_of(PRODUCT, arch, shape, lines, vec),
         vec,
         out_vec,
+        scalar=0.35,
         DTYPE=dtype,
         A_LINES=lines_macro(lines.a),
         B_LINES=lines_macro(lines.b),

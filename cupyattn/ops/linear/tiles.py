@@ -107,7 +107,10 @@ class TileConfig:
     a_sets: int
     """Sets of registers for fragments of A: 2 if there are enough registers."""
     models: float
-    """The tensor utilisation of the main loop on a T4; if native, an estimate."""
+    """The tensor utilisation of the main loop on a T4, by which tiles are chosen: its memory
+    without load; `TensorCoreProduct.duration` counts the bytes. If native, an estimate."""
+    loaded: float | None = None
+    """The utilisation under the load of all multiprocessors, where it is less by more than 0.03."""
     mma_k: int = 8
     """Items of the sum of one tensor-core instruction."""
     stages: int = 2
@@ -206,11 +209,12 @@ def specialise_tile(
 
     `scalar` is the utilisation of a T4 with single loads.
     """
+    gate = config.loaded or config.models
     return kernel.specialise(
         threads=config.threads,
         shared_bytes=config.shared_bytes,
         # ptxas schedules split sums and activations differently.
-        gates=Gates(config.models, scalar=scalar, options=config.models - 0.12),
+        gates=Gates(gate, scalar=scalar, options=min(config.models - 0.12, gate)),
         reason=config.reason,
         TILE_ROWS=config.tile_rows,
         TILE_COLUMNS=config.tile_columns,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import mean, median
@@ -23,7 +23,7 @@ from triton.compiler.compiler import AttrsDescriptor
 from turing.calibration import triton_kernels
 
 from cupyattn.runtime.arch import TURING, WARP_SIZE
-from cupyattn.turing import MACHINES, Machine, analyse, row
+from cupyattn.turing import MACHINES, LoopFigures, Machine, analyse, row
 from cupyattn.turing.analysis import code_figures, main_loop
 from cupyattn.turing.sass import SassInstruction, disassemble, parse_listing
 
@@ -88,73 +88,96 @@ def _registers(cubin: bytes) -> int:
     raise ValueError("the file has no code")
 
 
-def utilisation_of(kernel: Compiled, machine: Machine) -> float:
-    """Simulate the main loop of a kernel."""
-    loop = main_loop(code_figures(kernel.code, kernel.threads, kernel.ctas, machine=machine))
+class Prediction(NamedTuple):
+    """The model of a kernel.
+
+    Attributes
+    ----------
+    utilisation : float
+    sustained : float
+        TFLOP/s, of integers TOPS, at the clock that the power limit leaves.
+    peak : float
+        Operations of all SMs in a thousand cycles, if it had no other work: TFLOP/s at 1 GHz.
+    """
+
+    utilisation: float
+    sustained: float
+    peak: float
+
+
+Modelled = Callable[[Machine], Prediction]
+
+
+def prediction(loop: LoopFigures | None, machine: Machine) -> Prediction:
+    """Return the model of a kernel from the figures of its main loop."""
     assert loop is not None and loop.utilisation is not None
-    return loop.utilisation.mean
+    held = loop.sustained(machine)
+    assert held is not None
+    peak = machine.multiprocessors * loop.work_flop / loop.work_cycles / 1000
+    used = loop.utilisation.mean
+    return Prediction(used, peak * used * held.ghz, peak)
 
 
-class Tile(NamedTuple):
-    """The constants of a kernel, and its warps."""
-
-    first: int
-    second: int
-    warps: int
+def _predicted(kernel: Compiled, machine: Machine) -> Prediction:
+    figures = code_figures(kernel.code, kernel.threads, kernel.ctas, machine=machine)
+    return prediction(main_loop(figures), machine)
 
 
-def best(name: str, tiles: Sequence[Tile], names: tuple[str, str], **constants: int) -> Modelled:
+def best(name: str, tiles: Iterable[Mapping[str, int]], **constants: int) -> Modelled:
     """Model the tile that an autotuner would choose."""
 
-    def modelled(machine: Machine) -> float:
-        kernels = (
-            compiled(name, tile.warps, **dict(zip(names, tile[:2], strict=True)), **constants)
-            for tile in tiles
-        )
-        return max(utilisation_of(each, machine) for each in kernels if each is not None)
+    def modelled(machine: Machine) -> Prediction:
+        kernels = [compiled(name, **tile, **constants) for tile in tiles]
+        return max(_predicted(each, machine) for each in kernels if each is not None)
 
     return modelled
 
 
-Modelled = Callable[[Machine], float]
-
-
 def forward(head_dim: int, *, pipelined: bool = False) -> Modelled:
     """Model attention's forward pass: the largest tiles that fit, as published tuning has them."""
-    tiles = {
-        64: (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4)),
-        128: (Tile(128, 64, 8), Tile(128, 32, 8), Tile(64, 32, 4)),
+    sizes = {
+        64: ((128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 32, 4)),
+        128: ((128, 64, 8), (128, 32, 8), (64, 32, 4)),
     }[head_dim]
-    names = ("tile_rows", "tile_keys")
-    return best("attention_forward", tiles, names, head_dim=head_dim, pipelined=int(pipelined))
+    tiles = [{"tile_rows": m, "tile_keys": n, "warps": warps} for m, n, warps in sizes]
+    return best("attention_forward", tiles, head_dim=head_dim, pipelined=int(pipelined))
 
 
 def backward(head_dim: int, rows: int, keys: int) -> Modelled:
     """Model five products in two loops, one of which repeats two of them."""
 
-    def modelled(machine: Machine) -> float:
+    def modelled(machine: Machine) -> Prediction:
         dkdv = compiled(
             "attention_backward_dkdv", 4, head_dim=head_dim, tile_rows=rows, tile_keys=keys
         )
         dq = compiled("attention_backward_dq", 4, head_dim=head_dim, tile_rows=keys, tile_keys=rows)
         assert dkdv is not None and dq is not None
-        return 5 / (4 / utilisation_of(dkdv, machine) + 3 / utilisation_of(dq, machine))
+        first, second = (_predicted(each, machine) for each in (dkdv, dq))
+        used, rate = (5 / (4 / first[k] + 3 / second[k]) for k in range(2))
+        return Prediction(used, rate, first.peak)
 
     return modelled
 
 
 def product() -> Modelled:
     """Model a product with float32 sums."""
-    tiles = (Tile(128, 128, 4), Tile(128, 128, 8), Tile(128, 256, 8))
-    return best("product", tiles, ("tile_rows", "tile_columns"), tile_depth=32)
+    sizes = ((128, 128, 32, 4), (128, 128, 64, 4), (128, 128, 32, 8), (128, 256, 32, 8))
+    names = ("tile_rows", "tile_columns", "tile_depth", "warps")
+    return best("product", [dict(zip(names, size, strict=True)) for size in sizes])
 
 
-def own_product(machine: Machine) -> float:
-    """Model this library's product: the library that NVIDIA compiled cannot be modelled here."""
-    kernel = row("matmul", TILE_ROWS=256, TILE_COLUMNS=192, A_LINES="kAlong", B_LINES="kAcross")
-    loop = analyse(kernel, machine=machine).main
-    assert loop is not None and loop.utilisation is not None
-    return loop.utilisation.mean
+def own(entry: str, **macros: int | str) -> Modelled:
+    """Model a product of this library: those that NVIDIA compiled cannot be modelled here."""
+
+    def modelled(machine: Machine) -> Prediction:
+        return prediction(analyse(row(entry, **macros), machine=machine).main, machine)
+
+    return modelled
+
+
+OWN_PRODUCT = own(
+    "matmul", TILE_ROWS=256, TILE_COLUMNS=192, A_LINES="kAlong", B_LINES="kAcross"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,7 +189,7 @@ class Figure:
     kernel, source : str
     tflops : float
     modelled : callable
-        Returns its utilisation.
+        Returns its prediction.
     is_target : bool
         Whether the kernel that was measured is the one that is modelled. The device's clock is
         chosen by targets.
@@ -183,11 +206,10 @@ _FORK = "Chennesxu/triton-turing"
 _UNPIPELINED = f"{_FORK}, without its pipeline"
 FIGURES = {
     "TITAN RTX": (
-        Figure("product, cuBLAS", 88, f"{_FORK}: fp16-gemm.png", own_product),
+        Figure("product, cuBLAS", 88, f"{_FORK}: fp16-gemm.png", OWN_PRODUCT),
         Figure("product, Triton", 0.85 * 88, f"{_FORK}: 84 to 86 % of cuBLAS", product()),
         Figure("forward D 64", 69.5 / 1.11, _UNPIPELINED, forward(64)),
         Figure("forward D 128", 57.3 / 1.48, _UNPIPELINED, forward(128)),
-        Figure("backward D 128", 27.6, f"{_FORK}: fa2-backward.png", backward(128, 32, 64)),
         Figure(
             "forward D 64, loads ahead", 69.5, f"{_FORK}: fa2-forward.png",
             forward(64, pipelined=True), is_target=False,
@@ -197,6 +219,10 @@ FIGURES = {
             forward(128, pipelined=True), is_target=False,
         ),
         Figure(
+            "backward D 128", 27.6, f"{_FORK}: fa2-backward.png",
+            backward(128, 32, 64), is_target=False,
+        ),
+        Figure(
             "backward D 64", 40.0, f"{_FORK}: fa2-backward.png",
             backward(64, 32, 128), is_target=False,
         ),
@@ -204,40 +230,54 @@ FIGURES = {
     "RTX 2080 Ti": (
         Figure("forward D 64", 51.8, "rationalism/flash-attn-triton, 16k tokens", forward(64)),
     ),
+    "T4": (
+        Figure("product, cuBLAS", 24, "forums.developer.nvidia.com 264462", OWN_PRODUCT),
+        Figure(
+            "int8 product, cublasLt", 42, "apache/tvm#4550", own("matmul_s8"), is_target=False
+        ),
+    ),
 }  # fmt: skip
-"""Figures of a device. triton-turing's own pipeline is another code generator: not a target."""
+"""Figures of a device. triton-turing's pipeline and its transposed operands in shared memory are of
+another code generator: no targets. Nor are integers on a T4, whose clock depends on the kernel."""
 
 
 class Comparison(NamedTuple):
-    """A published figure, as utilisation at its device's clock, and the modelled utilisation."""
+    """A published figure and its prediction, at its device's clock."""
 
     device: str
     figure: Figure
     clock_ghz: float
-    published: float
-    modelled: float
+    predicted: Prediction
+
+    @property
+    def published(self) -> float:
+        """The published utilisation."""
+        return self.figure.tflops / (self.clock_ghz * self.predicted.peak)
 
     @property
     def difference(self) -> float:
-        return self.modelled - self.published
+        """The modelled utilisation less the published one."""
+        return self.predicted.utilisation - self.published
 
 
-def compared(machines: dict[str, Machine] = MACHINES) -> Iterator[Comparison]:
+def compared(machines: Mapping[str, Machine] = MACHINES) -> Iterator[Comparison]:
     """Model each figure, and choose the clock of each device by the median of its targets."""
     for device, figures in FIGURES.items():
-        machine = machines[device]
-        modelled = [figure.modelled(machine) for figure in figures]
-        per_ghz = machine.tflops(machine.peak_flop_per_cycle) / machine.clock_mhz * 1000
+        predicted = [figure.modelled(machines[device]) for figure in figures]
+        both = list(zip(figures, predicted, strict=True))
         clock = median(
-            figure.tflops / (used * per_ghz)
-            for figure, used in zip(figures, modelled, strict=True)
+            figure.tflops / (each.utilisation * each.peak)
+            for figure, each in both
             if figure.is_target
         )
-        for figure, used in zip(figures, modelled, strict=True):
-            yield Comparison(device, figure, clock, figure.tflops / (clock * per_ghz), used)
+        for figure, each in both:
+            yield Comparison(device, figure, clock, each)
 
 
-_COLUMNS = ("device", "clock", "kernel", "published", "modelled", "difference", "source")
+_COLUMNS = (
+    *("device", "kernel", "published", "sustained by the model"),
+    *("utilisation", "modelled", "difference", "source"),
+)
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
@@ -249,9 +289,15 @@ def table(comparisons: Sequence[Comparison]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
         for cells in rows
     )
+    clocks = {each.device: f"{each.clock_ghz:.2f} GHz" for each in comparisons}
     left = [abs(each.difference) for each in judged(comparisons)]
-    summary = f"Targets: mean difference {mean(left):.3f}, largest {max(left):.3f}."
-    return "\n".join((rule, head, rule, *body, rule, "", summary))
+    return "\n".join(
+        (
+            *(rule, head, rule, *body, rule, ""),
+            "Clocks: " + ", ".join(f"{name} {clock}" for name, clock in clocks.items()) + ".",
+            f"Targets: mean difference {mean(left):.3f}, largest {max(left):.3f}.",
+        )
+    )
 
 
 def judged(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -261,14 +307,15 @@ def judged(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def _cells(each: Comparison) -> tuple[str, ...]:
-    figure = each.figure
+    figure, predicted = each.figure, each.predicted
     return (
         each.device,
-        f"{each.clock_ghz:.2f} GHz",
         figure.kernel,
-        f"{figure.tflops:.1f}: {each.published:.3f}",
-        f"{each.modelled:.3f}",
-        f"{each.difference:+.3f}" + ("" if figure.is_target else ", no target"),
+        f"{figure.tflops:.1f}",
+        f"{predicted.sustained:.1f} ({predicted.sustained / figure.tflops - 1:+.0%})",
+        f"{each.published:.3f}",
+        f"{predicted.utilisation:.3f}",
+        f"{each.difference:+.3f}" if figure.is_target else "no target",
         figure.source,
     )
 

@@ -167,24 +167,24 @@ _TURING_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
 # medians of 3 by replaced rows in one process).
 _L2_AHEAD = {128: 2}
 _ONE_PASS_GATES = {
-    40: Gates(0.67, scalar=0.59, items=0.43, kernels=0.65),
-    64: Gates(0.72, items=0.35, options=0.65, most_spills=64),
-    80: Gates(0.64, scalar=0.60, items=0.59, kernels=0.63),
-    96: Gates(0.68, kernels=0.67),
-    128: Gates(0.62, scalar=0.57, items=0.54, most_spills=64),
+    40: Gates(0.63, scalar=0.55, items=0.36, kernels=0.65),
+    64: Gates(0.72, items=0.29, options=0.6, most_spills=64),
+    80: Gates(0.58, scalar=0.51, items=0.52, kernels=0.57),
+    96: Gates(0.64, kernels=0.67),
+    128: Gates(0.62, scalar=0.54, items=0.48, most_spills=64),
     160: Gates(0.56),
-    192: Gates(0.65, scalar=0.55, kernels=0.62),
+    192: Gates(0.65, scalar=0.5, kernels=0.62),
     256: Gates(0.59, 48, kernels=0.55, most_spills=160),
 }
 _DETERMINISTIC_GATES = {
-    40: Gates(0.71, kernels=0.70),
-    64: Gates(0.81, scalar=0.74, options=0.79, kernels=0.79),
-    80: Gates(0.69, kernels=0.67),
-    96: Gates(0.69, scalar=0.65, kernels=0.66),
-    128: Gates(0.67, 16, most_spills=64),
-    160: Gates(0.60, scalar=0.53),
+    40: Gates(0.64, kernels=0.63),
+    64: Gates(0.77, scalar=0.67, options=0.72, kernels=0.75),
+    80: Gates(0.58, kernels=0.67),
+    96: Gates(0.69, scalar=0.59, kernels=0.66),
+    128: Gates(0.67, 16, options=0.62, most_spills=64),
+    160: Gates(0.6, scalar=0.46),
     192: Gates(0.65, kernels=0.64),
-    256: Gates(0.63, 16, scalar=0.50, most_spills=32),
+    256: Gates(0.63, 16, scalar=0.43, most_spills=32),
 }
 ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
 DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)

@@ -78,11 +78,11 @@ _TURING_SUMMED_DBIAS = {
     256: FlashConfig(1, 8, 32, 1, "models 0.43, and 0.38 at 192; fills the 64 KB"),
 }
 _GATES = {
-    32: Gates(0.30, 32),
-    64: Gates(0.40, 48, most_spills=80),
-    96: Gates(0.41),
-    128: Gates(0.43, 16),
-    256: Gates(0.40, 48),
+    32: Gates(0.3, 32, items=0.22),
+    64: Gates(0.4, 48, most_spills=80, items=0.32),
+    96: Gates(0.41, items=0.35),
+    128: Gates(0.43, 16, items=0.34),
+    256: Gates(0.4, 48, items=0.26),
 }
 SUMMED_DBIAS = with_mma_k(with_gates(_TURING_SUMMED_DBIAS, _GATES))
 # Items of the bias that are loaded one by one: more products for each of them hide the way.
@@ -90,7 +90,7 @@ _TURING_ONE_BY_ONE = {
     64: FlashConfig(2, 4, 48, 2, "models 0.33; 0.17 with rows of 16 and 128 keys"),
     **{head_dim: _TURING_SUMMED_DBIAS[head_dim] for head_dim in (128, 256)},
 }
-_ONE_BY_ONE_GATES = {**_GATES, 64: Gates(0.34, 144, options=0.26, most_spills=176)}
+_ONE_BY_ONE_GATES = {**_GATES, 64: Gates(0.34, 144, options=0.19, most_spills=176, items=0.24)}
 SUMMED_DBIAS_ONE_BY_ONE = with_mma_k(with_gates(_TURING_ONE_BY_ONE, _ONE_BY_ONE_GATES))
 
 

@@ -1,0 +1,119 @@
+"""The clock that a Turing GPU holds under its power limit while it executes a loop.
+
+A GPU lowers its clock until it takes no more than its limit. Its power is that of the board, which
+is constant; that of idle transistors, which falls with the square of the voltage; and the energy of
+each instruction and byte, times the clock, which does as well.
+
+Sources: [1] AccelWattch's configuration of an RTX 2060 Super (Kandiah et al., MICRO 2021), in
+accel-sim's gpgpu-sim; [2] Horowitz, "Computing's energy problem", ISSCC 2014; [3] Dally, "Hardware
+for deep learning", Hot Chips 2023. The energies of [2] and [3] are of other processes and chips:
+they rank instructions, and one factor scales all of them so that this library's product of
+256 x 192 tiles sustains the 88 TFLOP/s of cuBLAS on a TITAN RTX (Chennesxu/triton-turing). The
+curve of voltages is assumed. What a T4 sustains (24 TFLOP/s in cuBLAS, forums.developer.nvidia.com
+264462) did not enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cupyattn.runtime.arch import WARP_SIZE
+from cupyattn.turing.machine import GLOBAL, MEMORY, Machine, access_bytes, pipe_of
+from cupyattn.turing.sass import SassInstruction
+
+ANCHOR_TFLOPS = 88.0
+SCALE = 1.33
+"""The factor of all energies, from that anchor."""
+UNCERTAINTY = 0.2
+"""Relative error of a sustained rate: a T4's, which was held out, is within it."""
+
+# Energies in picojoules.
+_INSTRUCTION = 30 * WARP_SIZE  # fetched, decoded and its registers read, for all threads [3]
+_HMMA = 16 * 110  # 128 operations take 110 [3]
+_IMMA = 2 * 160  # 1,024 operations of 8-bit integers take 160 [3]
+_ARITHMETIC = 1.5 * WARP_SIZE  # a multiply-add [3]
+_SHARED_BYTE = 20 / 8  # of a memory of 32 KB [2]
+_L2_BYTE = 100 / 8  # of a memory of 1 MB [2]
+
+_BOARD_SHARE = 32.3 / 175  # of the limit: constant power of [1] and the limit of its GPU
+_IDLE_WATTS = 48.9 / 80  # of an SM, at `_HIGHEST_VOLTS`: [1] has them for 80 SMs
+_LOWEST_VOLTS, _LOWEST_VOLTS_GHZ = 0.71, 1.3
+_HIGHEST_VOLTS, _HIGHEST_VOLTS_GHZ = 1.05, 1.95
+_BISECTIONS = 40
+
+
+def energy(path: Iterable[SassInstruction]) -> float:
+    """Return the picojoules of a warp that executes instructions once, at the lowest voltage.
+
+    Examples
+    --------
+    A product on tensor cores costs as much as two other instructions and more:
+
+    >>> product, sum = (energy([SassInstruction(0, each)]) for each in ("HMMA.1688.F32", "FADD"))
+    >>> 2 < product / sum < 3
+    True
+    """
+    return SCALE * sum(_INSTRUCTION + _work(each) for each in path)
+
+
+def _work(instruction: SassInstruction) -> float:
+    pipe = pipe_of(instruction)
+    if pipe == "tensor":
+        return _IMMA if instruction.name == "IMMA" else _HMMA
+    if pipe in MEMORY:
+        per_byte = _SHARED_BYTE + (_L2_BYTE if pipe in GLOBAL else 0)
+        return WARP_SIZE * access_bytes(instruction) * per_byte
+    return _ARITHMETIC
+
+
+def volts(ghz: float) -> float:
+    """Return the voltage that a clock needs; it does not fall below the lowest one."""
+    slope = (_HIGHEST_VOLTS - _LOWEST_VOLTS) / (_HIGHEST_VOLTS_GHZ - _LOWEST_VOLTS_GHZ)
+    return _LOWEST_VOLTS + slope * max(0.0, ghz - _LOWEST_VOLTS_GHZ)
+
+
+def watts(picojoules_per_cycle: float, ghz: float, machine: Machine) -> float:
+    """Return the power of a GPU of which each SM takes so much energy in a cycle."""
+    voltage = volts(ghz)
+    idle = _IDLE_WATTS * (voltage / _HIGHEST_VOLTS) ** 2
+    dynamic = picojoules_per_cycle * ghz / 1000 * (voltage / _LOWEST_VOLTS) ** 2
+    return _BOARD_SHARE * machine.watts + machine.multiprocessors * (idle + dynamic)
+
+
+class Sustained(NamedTuple):
+    """The clock that a GPU sustains, and its power.
+
+    Attributes
+    ----------
+    ghz : float
+        Its clock: the boost clock, or less where its power limit is reached.
+    watts : float
+        Its power at that clock.
+    """
+
+    ghz: float
+    watts: float
+
+
+def sustained(picojoules_per_cycle: float, machine: Machine) -> Sustained:
+    """Return the highest clock at which a GPU stays within its power limit.
+
+    Examples
+    --------
+    A loop that takes nothing runs at the boost clock:
+
+    >>> from cupyattn.turing import T4
+    >>> sustained(0, T4).ghz
+    1.59
+    """
+    low, high = 0.0, machine.clock_mhz / 1000
+    if watts(picojoules_per_cycle, high, machine) > machine.watts:
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if watts(picojoules_per_cycle, middle, machine) > machine.watts:
+                high = middle
+            else:
+                low = middle
+        high = low
+    return Sustained(high, watts(picojoules_per_cycle, high, machine))
