@@ -315,7 +315,7 @@ def _cells(each: Comparison) -> tuple[str, ...]:
         f"{predicted.sustained:.1f} ({predicted.sustained / figure.tflops - 1:+.0%})",
         f"{each.published:.3f}",
         f"{predicted.utilisation:.3f}",
-        f"{each.difference:+.3f}" if figure.is_target else "no target",
+        f"{each.difference:+.3f}" + ("" if figure.is_target else " (no target)"),
         figure.source,
     )
 
