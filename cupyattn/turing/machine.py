@@ -22,13 +22,16 @@ class Machine:
     An *interval* is the number of cycles for which one instruction of a warp occupies its pipe of
     a sub-partition. Sources, all public: [1] Jia, Maggioni, Smith and Scarpazza, "Dissecting the
     NVidia Turing T4 GPU via microbenchmarking", arXiv:1903.07486; [2] NVIDIA Turing architecture
-    whitepaper; [3] the configuration of an RTX 2060 in accel-sim (Khairy et al., ISCA 2020); [4]
-    CUDA C++ Programming Guide; [5] Yan, Wang and Chu, "Demystifying tensor cores to optimize
-    half-precision matrix multiply", IPDPS 2020; [6] NVIDIA's specifications of each device, of the
-    reference model: makers and laptops differ by some per cent; [7] LeelaChessZero/lc0#849, a
-    network's float16 and float32 speeds on a GTX 1650; [8] mt4g's report of an RTX 2080 Ti
-    (caps-tum/mt4g, Technical University of Munich); [9] PPT-GPU's description of a TITAN RTX
-    (lanl/PPT). Values without a source are marked as assumed.
+    whitepaper; [3] accel-sim's configuration of an RTX 2060 (SM75_RTX2060; Khairy et al., ISCA
+    2020); [4] CUDA C++ Programming Guide, throughput of native arithmetic instructions, column 7.x;
+    [5] Yan, Wang and Chu, "Demystifying tensor cores to optimize half-precision matrix multiply",
+    IPDPS 2020, an RTX 2070 and a T4; [6] NVIDIA's specifications of each device, of the reference
+    model: makers and laptops differ by some per cent; [7] LeelaChessZero/lc0#849, a network's
+    float16 and float32 speeds on a GTX 1650; [8] mt4g's report of an RTX 2080 Ti (caps-tum/mt4g,
+    Technical University of Munich); [9] PPT-GPU's description of a TITAN RTX (lanl/PPT); [10]
+    sjfeng1999/gpu-arch-microbenchmark, an RTX 2070; [11] Jia et al., the Volta paper,
+    arXiv:1804.06826. Of [1], [2], [4], [5], [6] and [11], quotations and translations by others
+    were checked. Values without a source are marked as assumed.
 
     Attributes
     ----------
@@ -43,44 +46,45 @@ class Machine:
     tensor_cores : bool
         Whether it has any; without, HMMA is executed, but slowly.
     shared_rate : float
-        Bytes a cycle of shared memory and L1 together [1].
+        Bytes a cycle of shared memory and L1 together: loads of 8 and 16 bytes a thread reach the
+        64 of its banks [5]; [1] measured 58.8.
     hmma_f32, hmma_f16, imma : int
         Intervals of HMMA.1688 with float32 and with float16 accumulators, and of IMMA.8816 and
         IMMA.8832: 65 TFLOP/s of a T4 are 512 multiply-adds a cycle and SM; 8-bit integers twice
-        that, 4-bit integers four times [2]. The assembler spaces HMMAs of a warp by at most these 8
-        cycles, IMMAs of both shapes by at most 4. GeForce devices have 16 for hmma_f32 [2] [3];
-        without tensor cores a product takes 4.3 times as long as in FFMA, 275 [7], whatever its
-        accumulators (assumed, and of IMMA too).
+        that, 4-bit integers four times [2]. [5] measured 8.06 cycles with float16 accumulators.
+        The assembler spaces HMMAs of a warp by at most these 8 cycles, IMMAs of both shapes by at
+        most 4. GeForce devices have 16 for hmma_f32 [2] [3]; without tensor cores a product takes
+        4.3 times as long as in FFMA, 275 [7], whatever its accumulators (assumed, and of IMMA too).
     fma, alu : int
-        Intervals of FFMA, FADD, FMUL and IMAD, and of integers, logic and selections: 64 lanes an
-        SM [3]. That FMNMX and PRMT are like the others of alu is assumed.
+        Intervals of FFMA, FADD, FMUL and IMAD, and of integers, logic, comparisons, minima and
+        maxima: 64 lanes an SM [3] [4]. That PRMT and selections are like these is assumed.
     fp16 : int
-        Interval of HFMA2 and its kin [2]; that they keep the tensor cores busy is assumed.
+        Interval of HFMA2 and its kin [2] [4]; that they keep the tensor cores busy is assumed.
     xu : int
-        Interval of MUFU and conversions: 16 lanes an SM [3]; that F2F is one of them is assumed.
+        Interval of MUFU: 16 lanes an SM [3] [4]. So have conversions, POPC and FLO by [4]; [3] has
+        64 lanes for them, which moves utilisations by at most 0.004.
     shuffle : int
         Cycles of the load/store unit for a SHFL: 32 lanes a cycle [4].
-    hmma_latency : int
-        Cycles until an HMMA's scoreboard is free: 14 to 18 for its results [5], and the release.
-    imma_latency : int
-        The same for IMMA.8816 and IMMA.8832: the assembler (NVRTC 12.9) spaces IMMAs that go on
-        from each other by 10 cycles, and HMMAs by the 14 of [5]; that the release takes as long
-        is assumed.
+    hmma_latency, imma_latency : int
+        Cycles until the scoreboard of an HMMA, and of an IMMA, is free. The assembler (NVRTC 12.9)
+        spaces HMMAs that go on from each other by 14 cycles, which [5] measured with float16
+        accumulators, and IMMAs by 10. The 6 cycles until a scoreboard's release are assumed.
     xu_latency, other_latency : int
         The same for the special-function unit [3], and for other pipes with a scoreboard (assumed).
     shared_latency, l1_latency : int
         Cycles from the service of a load until its scoreboard is free: shared memory, and local
-        memory that hits L1 [1].
+        memory that hits L1. [10] measured 23 and 32 from the issue, which is 4 cycles earlier.
     global_latency, global_spread : int
-        The same for global memory, and how much earlier or later single loads arrive: 176 cycles
-        from L2 and 496 from DRAM without load [8], 470 to 1,200 with it. L2 delivers tiles that
-        CTAs share, under load. The spread is assumed.
+        The same for global memory, and how much earlier or later single loads arrive. Without load
+        L2 takes 176 cycles [8] or 236 [10], and DRAM 496 [8]. Under the load of all SMs there is no
+        published figure: 500 with a spread of 150 is assumed.
     l2_rate : float
-        Bytes a cycle that L2 delivers to all SMs together, and takes from them: 1,270 GB/s of a T4
-        [1]. An SM has its share of them. TU102 has 844 [9] to 870 [8], measured with few CTAs,
-        and would have 1,200 if its 48 slices were as good as a T4's 32: 1,000 for a TITAN RTX is
-        the one value that was fitted to published figures, and 920 for 44 slices follows from it.
-        TU106 is assumed to be like a T4's TU104, TU117 to have half of it.
+        Bytes a cycle that L2 delivers to all SMs together, and takes from them. An SM has its share
+        of them. A T4 has 800: texts that use the bandwidths of [1] imply 1,268 to 1,301 GB/s.
+        Published for TU102 are 844 [9] and 870 [8] at nominal clocks; it would have 1,200 if its 48
+        slices were as good as a T4's 32. The 1,000 of a TITAN RTX is the one value that was fitted
+        to published figures, and 920 for 44 slices follows from it. TU106 is assumed to be like a
+        T4's TU104, TU117 to have half of it.
     store_latency : int
         The same for stores; assumed.
     barrier, branch : int
@@ -89,7 +93,8 @@ class Machine:
         Memory instructions that wait in a sub-partition; assumed, 4 or 16 move results by 0.04.
     bank_conflict : int
         Cycles that an instruction's pipe is busy for longer if its three source registers are all
-        in one of the register file's two banks [1].
+        in one of the register file's two banks, which deliver two registers a cycle each: Volta's
+        [11]. That it is one cycle, on Turing too, is assumed.
     instruction_cache, fetch : int
         Instructions that a sub-partition's own cache holds, 16 KB [1], and the cycles from one to
         the next of a warp in a loop that is longer; the latter is assumed.
@@ -112,7 +117,7 @@ class Machine:
     shuffle: int = 1
     hmma_latency: int = 20
     imma_latency: int = 16
-    xu_latency: int = 20
+    xu_latency: int = 21
     other_latency: int = 14
     shared_latency: int = 19
     l1_latency: int = 28

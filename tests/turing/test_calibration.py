@@ -11,7 +11,7 @@ from support.search import deep
 from cupyattn.turing import MACHINES, T4, power
 
 pytest.importorskip("triton", reason='the calibration needs pip install ".[calibration]"')
-comparison = pytest.importorskip("turing.calibration.comparison")
+comparison = pytest.importorskip("turing.calibration")
 
 MEAN, LARGEST = 0.03, 0.06
 """Differences of utilisation."""

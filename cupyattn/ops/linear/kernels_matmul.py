@@ -149,11 +149,11 @@ _TURING: _Table = {
     ("small", ALONG): TileConfig(*SMALL, Moves(9, 1, 4), Moves(10, 1, 4), 1, 0.879),
     ("small", B_ACROSS): TileConfig(*SMALL, Moves(9, 1, 4), Moves(6, 1, 4), 2, 0.918),
     ("small", ACROSS): TileConfig(*SMALL, Moves(6, 1, 4), Moves(9, 1, 4), 2, 0.94),
-    ("small", A_ACROSS): TileConfig(*SMALL, Moves(9, 1, 4), Moves(7, 2, 4), 2, 0.914),
-    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.892),
-    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936),
-    ("short", ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939),
-    ("short", A_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.932),
+    ("small", A_ACROSS): TileConfig(*SMALL, Moves(9, 1, 4), Moves(7, 2, 4), 2, 0.914, loaded=0.87),
+    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.892, loaded=0.86),
+    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936, loaded=0.87),
+    ("short", ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939, loaded=0.87),
+    ("short", A_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.932, loaded=0.89),
     **{
         ("tiny", lines): TileConfig(*_TINY, Moves(0, 1, 2), Moves(1, 1, 2), 2, 0.5)
         for lines in (ALONG, B_ACROSS, ACROSS, A_ACROSS)
@@ -284,7 +284,7 @@ def int8(
     config = int8_config(arch if tensor_cores else TURING.number, shape, loaders)
     return specialise_tile(
         INT8,
-        config if tensor_cores else replace(config, models=0.0),
+        config if tensor_cores else replace(config, models=0.0, loaded=None),
         VECTOR,
         out_vec,
         scalar=0.48 if tensor_cores else 0.0,

@@ -165,7 +165,7 @@ _TURING_INTEGERS = {
     512: FlashConfig(2, 8, 16, 1, "models 0.43 and 0.42", sharing=4),
 }
 _GATES = {
-    40: Gates(0.63, scalar=0.37, kernels=0.6),
+    40: Gates(0.69, scalar=0.37, kernels=0.68),
     64: Gates(0.87, 128, scalar=0.64, items=0.49, options=0.66, kernels=0.81, most_spills=176),
     80: Gates(0.85, 64, scalar=0.41, items=0.61, kernels=0.73, most_spills=112),
     96: Gates(0.86, 16, scalar=0.65, kernels=0.85),
