@@ -4,13 +4,25 @@ A GPU lowers its clock until it takes no more than its limit. Its power is that 
 is constant; that of idle transistors, which falls with the square of the voltage; and the energy of
 each instruction and byte, times the clock, which does as well.
 
-Sources: [1] AccelWattch's configuration of an RTX 2060 Super (Kandiah et al., MICRO 2021), in
-accel-sim's gpgpu-sim; [2] Horowitz, "Computing's energy problem", ISSCC 2014; [3] Dally, "Hardware
-for deep learning", Hot Chips 2023. The energies of [2] and [3] are of other processes and chips:
-they rank instructions, and one factor scales all of them so that this library's product of
-256 x 192 tiles sustains the 88 TFLOP/s of cuBLAS on a TITAN RTX (Chennesxu/triton-turing). The
-curve of voltages is assumed. What a T4 sustains (24 TFLOP/s in cuBLAS, forums.developer.nvidia.com
-264462) did not enter.
+Sources: [1] AccelWattch (Kandiah et al., MICRO 2021), in accel-sim's gpgpu-sim: its file for an RTX
+2060 Super has the values that were fitted to a Volta GV100 of 250 W and 80 SMs, and its artifact
+says that Turing's constant power was corrected by hand, not by how much. They are assumed for
+Turing, the constant one as the same share of the limit. [2] Horowitz, "Computing's energy problem",
+ISSCC 2014; [3] Dally, keynote of MLSys 2021: both estimate a process of 45 nm, and both were read
+in texts that quote them. How many operations the products of [3] have is assumed. [3] counts an
+overhead of 22 % for a float16 product and 16 % for an int8 one; here each instruction of a warp has
+it once for each thread, which is 55 % and 300 % of its products' own energy: with less, the model
+of an int8 product would be ahead of that of a float16 one by more than 2.1 times, and published
+figures of a T4 are 1.75 times apart. [4] TechPowerUp's review
+of an RTX 2060 Founders Edition: 0.718 V at 300 MHz, and under load 1,620 to 1,920 MHz at 0.862 to
+1.068 V; the line through the last two crosses the lowest voltage at 1.41 GHz. A GTX 1660 Ti has
+0.656 V there, and 0.85 to 1.05 V.
+
+The energies rank instructions, and one factor scales all of them so that this library's product of
+256 x 192 tiles sustains the 88 TFLOP/s of cuBLAS on a TITAN RTX (a chart of
+Chennesxu/triton-turing). What a T4 sustains (24 TFLOP/s in cuBLAS, forums.developer.nvidia.com
+264462) did not enter. It depends on the lowest voltage's clock: at 1.2 GHz a T4 sustains a fifth
+more.
 """
 
 from __future__ import annotations
@@ -23,12 +35,12 @@ from cupyattn.turing.machine import GLOBAL, MEMORY, Machine, access_bytes, pipe_
 from cupyattn.turing.sass import SassInstruction
 
 ANCHOR_TFLOPS = 88.0
-SCALE = 1.33
+SCALE = 1.504
 """The factor of all energies, from that anchor."""
 UNCERTAINTY = 0.2
 """Relative error of a sustained rate: a T4's, which was held out, is within it."""
 
-# Energies in picojoules.
+# Energies in picojoules, before `SCALE`.
 _INSTRUCTION = 30 * WARP_SIZE  # fetched, decoded and its registers read, for all threads [3]
 _HMMA = 16 * 110  # 128 operations take 110 [3]
 _IMMA = 2 * 160  # 1,024 operations of 8-bit integers take 160 [3]
@@ -36,10 +48,10 @@ _ARITHMETIC = 1.5 * WARP_SIZE  # a multiply-add [3]
 _SHARED_BYTE = 20 / 8  # of a memory of 32 KB [2]
 _L2_BYTE = 100 / 8  # of a memory of 1 MB [2]
 
-_BOARD_SHARE = 32.3 / 175  # of the limit: constant power of [1] and the limit of its GPU
-_IDLE_WATTS = 48.9 / 80  # of an SM, at `_HIGHEST_VOLTS`: [1] has them for 80 SMs
-_LOWEST_VOLTS, _LOWEST_VOLTS_GHZ = 0.71, 1.3
-_HIGHEST_VOLTS, _HIGHEST_VOLTS_GHZ = 1.05, 1.95
+_BOARD_SHARE = 32.3 / 250  # of the limit: constant power [1]
+_IDLE_WATTS = 48.9 / 80  # of an SM, at `_HIGHEST_VOLTS` (assumed) [1]
+_LOWEST_VOLTS, _LOWEST_VOLTS_GHZ = 0.718, 1.41  # [4], as are the next
+_HIGHEST_VOLTS, _HIGHEST_VOLTS_GHZ = 1.068, 1.92
 _BISECTIONS = 40
 
 
