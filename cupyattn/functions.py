@@ -38,6 +38,8 @@ from cupyattn.ops.attention.block_mask import block_mask as block_mask
 from cupyattn.ops.attention.modifiers import MaskMod as MaskMod
 from cupyattn.ops.attention.modifiers import ScoreMod as ScoreMod
 from cupyattn.ops.attention.options import DropoutSeed as DropoutSeed
+from cupyattn.ops.attention.quantized_keys import QuantizedKeys as QuantizedKeys
+from cupyattn.ops.attention.quantized_keys import quantize_keys as quantize_keys
 from cupyattn.ops.attention.reference.dense import AttentionGrads as AttentionGrads
 from cupyattn.ops.cache.api import append_kv as append_kv
 from cupyattn.ops.cache.api import copy_blocks as copy_blocks

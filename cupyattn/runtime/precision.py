@@ -52,6 +52,17 @@ def precision_of(dtype: DTypeLike) -> Precision:
     return _PRECISIONS[name]
 
 
+def flushed(x: Float32) -> Float32:
+    """Return numbers with subnormal ones replaced by 0, as -ftz=true does.
+
+    Examples
+    --------
+    >>> flushed(np.float32([1.0, -1e-39, np.inf]))
+    array([ 1.,  0., inf], dtype=float32)
+    """
+    return np.where(np.abs(x) < TINY32, np.float32(0), x)
+
+
 def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> float:
     """Return the largest of `error_ratios`. It is at most 1 for a correct kernel, and 0 of nothing.
 

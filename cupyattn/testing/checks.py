@@ -147,6 +147,8 @@ def on_host(value: Any) -> Any:
             transposed=value.transposed,
             rotation=value.rotation,
         )
+    if isinstance(value, cupyattn.QuantizedKeys):
+        return cupyattn.QuantizedKeys(*map(on_host, (value.codes, value.scales, value.centre)))
     if isinstance(value, cupyattn.QuantizedRows):
         codes, scales = on_host(value.codes), on_host(value.scales)
         return cupyattn.QuantizedRows(codes, scales, value.rotation, dtype=value.dtype)

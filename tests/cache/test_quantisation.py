@@ -1,13 +1,22 @@
-"""The quantised storage of caches: its format, its bound, and numbers that are not finite."""
+"""The quantised storage of caches and keys: formats, bounds, and numbers that are not finite."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from support.devices import dtype_of
 
-from cupyattn import PagedKVCache, gather, reference
+import cupyattn
+from cupyattn import PagedKVCache, QuantizedKeys, gather, quantize_keys, reference
+from cupyattn.ops.attention.reference.quantised import SAMPLES, quantized_keys_bound
+from cupyattn.runtime.errors import RefusalError
+from cupyattn.runtime.precision import U32
 
 LARGEST = np.finfo(np.float32).max
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -101,3 +110,209 @@ def test_float16_is_wide_enough():
     stored, scales = reference.quantise(np.array([[2.0**-24, 0.0]], np.float16), 8)
     assert stored.tolist() == [[127, 0]]
     assert scales > 0
+
+
+def keys_of(*shape: int, seed: int = 0, dtype: str = "float16") -> np.ndarray:
+    """Keys with a common offset, outliers, and keys of the size of a millionth."""
+    rng = np.random.default_rng(seed)
+    k = rng.standard_normal(shape, np.float32) * rng.choice([1, 1, 20], shape[-1])
+    k[rng.random(shape[:-1]) < 0.1] *= 1e-6
+    return (k + rng.choice([0, 7], shape[-1])).astype(dtype_of(dtype))
+
+
+def of_rows(keys: QuantizedKeys, k: np.ndarray, cu_seqlens: Any = None) -> np.ndarray:
+    """The centre of each key, (..., G, D)."""
+    centre = keys.centre
+    if centre.ndim == 2:
+        return np.broadcast_to(centre, k.shape)
+    if cu_seqlens is None:
+        return np.broadcast_to(centre[:, None], k.shape)
+    return np.repeat(centre, np.diff(cu_seqlens), axis=0)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(("float16", "bfloat16", "float32")),
+    layout=st.sampled_from(("dense", "packed", "one")),
+)
+def test_keys_are_within_the_bound_of_their_codes(seed, dtype, layout):
+    rng = np.random.default_rng(seed)
+    shape = (*rng.integers(1, 9, 1 if layout != "dense" else 2), 2, rng.integers(1, 40))
+    k, bounds = keys_of(*shape, seed=seed, dtype=dtype), None
+    if layout == "packed":
+        bounds = np.sort(rng.integers(0, len(k) + 1, 4))
+        bounds[[0, -1]] = 0, len(k)
+    keys = quantize_keys(k, cu_seqlens=bounds)
+    values = reference.dequantise(keys.codes, keys.scales) + of_rows(keys, k, bounds)
+    exact = np.asarray(k, np.float64)
+    assert reference.error_ratio(values, exact, quantized_keys_bound(k, keys.scales)) <= 1
+    differences = exact - of_rows(keys, k, bounds)
+    largest = np.abs(differences).max(axis=-1) / 127
+    assert reference.error_ratio(keys.scales, largest, 3 * U32 * largest + 2.0**-106) <= 1
+    assert_array_equal(np.abs(keys.codes).max(axis=-1), np.where(largest > 2.0**-107, 127, 0))
+
+
+def test_a_code_is_half_a_scale_away_and_no_more():
+    k = np.linspace(-1, 1, 256, dtype=np.float32).reshape(1, 1, 1, 256)
+    keys = quantize_keys(k, centre=np.full((1, 256), 0.125, np.float32))
+    off = np.abs(keys.codes * keys.scales[..., None].astype(float) + 0.125 - k).max()
+    bound = quantized_keys_bound(k, keys.scales).max()
+    assert 0.48 * keys.scales.item() < off <= bound < 0.501 * keys.scales.item()
+
+
+@pytest.mark.parametrize("length", [1, 31, SAMPLES, SAMPLES + 1, 5 * SAMPLES])
+def test_the_centre_is_the_mean_of_evenly_spaced_keys(length):
+    k = keys_of(length, 2, 3, dtype="float32")
+    sampled = k[:: -(-length // SAMPLES)].astype(np.float64)
+    exact = sampled.mean(axis=0)
+    # 8 sums within a part, 2 and 8 of parts, and the quotient
+    bound = 20 * U32 * np.abs(sampled).mean(axis=0)
+    assert reference.error_ratio(quantize_keys(k).centre, exact, bound) <= 1
+    if length > SAMPLES:
+        assert reference.error_ratio(quantize_keys(k).centre, k.mean(axis=0), bound) > 1
+
+
+def test_each_sequence_has_its_own_centre():
+    k, bounds = keys_of(9, 2, 8), np.array([0, 4, 4, 9])
+    keys = quantize_keys(k, cu_seqlens=bounds)
+    assert not keys.centre[1].any()
+    for b, (begin, end) in enumerate(((0, 4), (4, 4), (4, 9))):
+        alone = quantize_keys(k[None, begin:end])
+        assert_array_equal(alone.centre[0], keys.centre[b])
+        assert_array_equal(alone.codes[0], keys.codes[begin:end])
+        assert_array_equal(alone.scales[0], keys.scales[begin:end])
+
+
+def test_one_sequence_without_an_axis_of_its_own():
+    k = keys_of(5, 2, 8)
+    one, dense = quantize_keys(k), quantize_keys(k[None])
+    assert one.centre.shape == (2, 8)
+    assert_array_equal(one.centre, dense.centre[0])
+    assert_array_equal(one.codes, dense.codes[0])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_key_that_is_not_finite_has_no_scale_and_spares_the_others(value):
+    k = keys_of(1, 5, 2, 8)
+    k[0, 2, 1, 3] = value
+    keys = quantize_keys(k)
+    assert np.isfinite(keys.centre).all()
+    hit = np.zeros((1, 5, 2), bool)
+    hit[0, 2, 1] = True
+    assert_array_equal(np.isnan(keys.scales), hit)
+    assert not keys.codes[hit].any()
+
+
+def test_special_keys():
+    k = np.zeros((5, 1, 4), np.float32)
+    k[1:, 0, 2] = 2.0**-101, -(2.0**-100), 3e38, -3e38
+    keys = quantize_keys(k, centre=np.zeros((1, 4), np.float32))
+    least = np.float32(2.0**-126)
+    assert keys.scales[:2].tolist() == [[least], [least]]
+    assert keys.codes[:, 0, 2].tolist() == [0, 0, -127, 127, -127]
+    far = quantize_keys(k, centre=np.full((1, 4), -3e38, np.float32))
+    assert np.isnan(far.scales[3])
+    assert np.isfinite(far.scales[[0, 1, 2, 4]]).all()
+    assert quantize_keys(np.full((4, 1, 4), 3e38, np.float32)).centre.tolist() == [[0] * 4]
+
+
+def test_differences_halfway_between_codes_round_to_even():
+    k = np.float32([127, 0.5, 1.5, 2.5, -0.5, -1.5]).reshape(1, 1, 6) + 1
+    keys = quantize_keys(k, centre=np.ones((1, 6), np.float32))
+    assert keys.codes.ravel().tolist() == [127, 0, 2, 2, 0, -2]
+
+
+def test_later_keys_share_the_centre_and_are_written_in_place():
+    k = keys_of(2, 6, 2, 8)
+    whole = quantize_keys(k)
+    assert_array_equal(quantize_keys(k, out=whole).codes, whole.codes)
+    codes, scales = np.zeros((2, 9, 2, 8), np.int8), np.zeros((2, 9, 2), np.float32)
+    centre = np.zeros((2, 2, 8), np.float32)
+    first = QuantizedKeys(codes[:, :6], scales[:, :6], centre)
+    assert quantize_keys(k, out=first) is first
+    assert_array_equal(codes[:, :6], whole.codes)
+    assert_array_equal(centre, whole.centre)
+    later = QuantizedKeys(codes[:, 6:], scales[:, 6:], centre)
+    quantize_keys(k[:, :3], centre=centre, out=later)
+    assert_array_equal(codes[:, 6:], whole.codes[:, :3])
+    assert_array_equal(scales[:, 6:], whole.scales[:, :3])
+    assert_array_equal(centre, whole.centre)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (3, 0, 8)])
+def test_no_keys(shape):
+    keys = quantize_keys(np.zeros(shape, np.float16))
+    assert keys.codes.shape == shape
+    assert keys.scales.shape == shape[:-1]
+    assert not keys.centre.any()
+    assert keys.centre.shape == (*shape[: len(shape) - 3], *shape[-2:])
+
+
+def test_the_record_of_keys():
+    keys = quantize_keys(keys_of(1, 5, 2, 8))
+    assert (keys.shape, keys.ndim, len(keys), keys.nbytes) == ((1, 5, 2, 8), 4, 1, 80 + 40 + 64)
+    assert "QuantizedKeys" in keys._repr_html_()
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(keys)
+
+
+K = keys_of(2, 3, 2, 8)
+PACKED = keys_of(6, 2, 8)
+CODES, SCALES = np.zeros((2, 3, 2, 8), np.int8), np.zeros((2, 3, 2), np.float32)
+CENTRE = np.zeros((2, 8), np.float32)
+ODD = np.zeros(2 * 3 * 2 * 8 + 1, np.int8)[1:].reshape(CODES.shape)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "says"),
+    [
+        (lambda: quantize_keys(K.astype(float)), TypeError, "k has dtype float64"),
+        (lambda: quantize_keys(K[0, 0]), ValueError, "(B, S, G, D), or packed (total, G, D)"),
+        (lambda: quantize_keys(np.zeros((1, 1, 257), np.float16)), ValueError, "D = 257"),
+        (lambda: quantize_keys(K[..., :0]), ValueError, "D = 0"),
+        (lambda: quantize_keys(K[..., ::2]), ValueError, "the last axis must be contiguous"),
+        (lambda: quantize_keys(K, centre=CENTRE.astype(float)), TypeError, "centre has dtype"),
+        (lambda: quantize_keys(K, centre=CENTRE[:1]), ValueError, "it is (2, 8) or (2, 2, 8)"),
+        (lambda: quantize_keys(K, centre=np.zeros((3, 2, 8), np.float32)), ValueError, "(3, 2, 8)"),
+        (lambda: quantize_keys(K, cu_seqlens=np.array([0, 3])), ValueError, "leave it out"),
+        (lambda: quantize_keys(PACKED, cu_seqlens=np.array([0])), ValueError, "at least one"),
+        (lambda: quantize_keys(PACKED, cu_seqlens=np.array([[0, 6]])), ValueError, "(1, 2)"),
+        (lambda: quantize_keys(PACKED, cu_seqlens=np.array([0, 7])), ValueError, "the rows of k"),
+        (lambda: quantize_keys(PACKED, cu_seqlens=np.array([0.0, 6])), TypeError, "cu_seqlens has"),
+        (
+            lambda: quantize_keys(PACKED, centre=np.zeros((2, 2, 8), np.float32)),
+            ValueError,
+            "pass cu_seqlens too",
+        ),
+        (lambda: quantize_keys(K, out=CODES), TypeError, "it is QuantizedKeys"),
+        (
+            lambda: quantize_keys(K[:1], out=QuantizedKeys(CODES, SCALES, CENTRE)),
+            ValueError,
+            "out.codes has shape (2, 3, 2, 8)",
+        ),
+        (
+            lambda: quantize_keys(K, out=QuantizedKeys(CODES, SCALES, CENTRE)),
+            ValueError,
+            "out.centre has shape (2, 8)",
+        ),
+        (
+            lambda: quantize_keys(K, centre=CENTRE, out=QuantizedKeys(CODES, SCALES, CENTRE + 1)),
+            ValueError,
+            "centre is not out.centre",
+        ),
+        (
+            lambda: QuantizedKeys(CODES.astype(np.uint8), SCALES, CENTRE),
+            TypeError,
+            "codes has dtype uint8",
+        ),
+        (lambda: QuantizedKeys(CODES, SCALES.astype(float), CENTRE), TypeError, "scales has dtype"),
+        (lambda: QuantizedKeys(CODES, SCALES[:1], CENTRE), ValueError, "scales has shape"),
+        (lambda: QuantizedKeys(CODES, SCALES, None), TypeError, "centre is None"),
+        (lambda: QuantizedKeys(ODD, SCALES, CENTRE), ValueError, "a multiple of 8 bytes, gcd"),
+        (lambda: np.asarray(quantize_keys(K)), RefusalError, "in the place of k"),
+        (lambda: np.from_dlpack(quantize_keys(K)), RefusalError, ".codes, .scales and .centre"),
+    ],
+)
+def test_refusals_of_keys_say_what_to_pass(call, kind, says):
+    with cupyattn.backend("reference"), pytest.raises(kind, match=re.escape(says)):
+        call()

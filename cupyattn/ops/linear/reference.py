@@ -27,6 +27,7 @@ from cupyattn.ops.linear.weight_formats import (
 )
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.outputs import widened
+from cupyattn.runtime.precision import flushed
 
 NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)
 """The code of a number is the count of thresholds below it, as in bitsandbytes."""
@@ -41,7 +42,7 @@ def quantize(w: np.ndarray, kind: str, block_size: int) -> tuple[np.ndarray, np.
     exceeds float16. Subnormal numbers are 0.
     """
     rows, inner = w.shape
-    x = _flushed(w.astype(np.float32, order="C")).reshape(rows, inner // block_size, block_size)
+    x = flushed(w.astype(np.float32, order="C")).reshape(rows, inner // block_size, block_size)
     with np.errstate(all="ignore"):
         codes, scales = _QUANTISERS[kind](x)
     return codes.reshape(rows, -1), scales
@@ -60,14 +61,14 @@ def hadamard_sums(x: np.ndarray) -> np.ndarray:
             a, b = halves[..., 0, :], halves[..., 1, :]
             v = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
             if v.dtype == np.float32:
-                v = _flushed(v)
+                v = flushed(v)
     return v
 
 
 def rotated(x: np.ndarray) -> np.ndarray:
     """Return blocks of 64 items of the last axis times the orthogonal matrix H / 8."""
-    v = hadamard_sums(_flushed(x) if x.dtype == np.float32 else x) * x.dtype.type(0.125)
-    return _flushed(v) if x.dtype == np.float32 else v
+    v = hadamard_sums(flushed(x) if x.dtype == np.float32 else x) * x.dtype.type(0.125)
+    return flushed(v) if x.dtype == np.float32 else v
 
 
 _LEAST_ABSMAX = np.float32(2.0**-100)
@@ -75,7 +76,7 @@ _LEAST_ABSMAX = np.float32(2.0**-100)
 
 def quantize_rows(x: np.ndarray, rotation: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Return int8 codes of rows, and their scales: `cupyattn.quantize_rows` defines both."""
-    wide = _flushed(widened(x))
+    wide = flushed(widened(x))
     v = wide if rotation is None else hadamard_sums(wide)
     with np.errstate(all="ignore"):
         absmax = np.abs(v).max(axis=-1)
@@ -97,16 +98,16 @@ def nest_scales(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     "nf4_nested" has 256 even steps within each group; a group that is not finite becomes NaN.
     """
     size, half = FORMATS["nf4_nested"].group or 0, np.float32(127.5)
-    flat = _flushed(absmax.reshape(-1))
+    flat = flushed(absmax.reshape(-1))
     padded = np.pad(flat, (0, -len(flat) % size), mode="edge").reshape(-1, size)
     with np.errstate(all="ignore"):
         low, high = padded.min(axis=-1), padded.max(axis=-1)
         finite = np.isfinite(low) & np.isfinite(high)  # their sum may not be
         low, high = (np.where(finite, each, np.float32(np.nan)) for each in (low, high))
-        offset = _flushed(low * np.float32(0.5)) + _flushed(high * np.float32(0.5))
-        span = np.maximum(_flushed(high - offset), _flushed(offset - low))
-        share = _quotient(_flushed(padded - offset[:, None]), span)
-        codes = np.rint(_flushed(share * half) + half)
+        offset = flushed(low * np.float32(0.5)) + flushed(high * np.float32(0.5))
+        span = np.maximum(flushed(high - offset), flushed(offset - low))
+        share = _quotient(flushed(padded - offset[:, None]), span)
+        codes = np.rint(flushed(share * half) + half)
         codes = np.clip(np.where(np.isnan(codes), 0, codes), 0, 255).astype(np.uint8)
     table = np.arange(-255, 256, 2, dtype=np.float32) / np.float32(255)
     assert len(table) == TABLE
@@ -123,8 +124,8 @@ def expand_scales(
     """Return the absmax of all rows' blocks in float32, rounded as in bitsandbytes."""
     above = super_scales.repeat(FORMATS["nf4_nested"].group or 0, axis=0)[: scales.size]
     with np.errstate(all="ignore"):
-        products = _flushed(_flushed(scale_table)[scales.reshape(-1)] * _flushed(above[:, 0]))
-        return _flushed(products + _flushed(above[:, 1])).reshape(scales.shape)
+        products = flushed(flushed(scale_table)[scales.reshape(-1)] * flushed(above[:, 0]))
+        return flushed(products + flushed(above[:, 1])).reshape(scales.shape)
 
 
 def dequantize(
@@ -172,7 +173,7 @@ def _nf4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scale = _flushed(_absmax(x) / np.float32(127))
+    scale = flushed(_absmax(x) / np.float32(127))
     return np.rint(_quotient(x, scale)).astype(np.int8), scale
 
 
@@ -203,17 +204,13 @@ def _quotient(x: np.ndarray, divisors: np.ndarray) -> np.ndarray:
 def _flushed_like(w: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return products of scales with subnormal ones replaced by 0."""
     tiny = (np.abs(scales) < _TINY * 16) & (scales != 0)
-    return _flushed(w) if tiny.any() else w
+    return flushed(w) if tiny.any() else w
 
 
 def _columns(pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the two numbers of each block as float32, with an axis for its weights."""
     wide = pair.astype(np.float32)
     return wide[..., :1], wide[..., 1:]
-
-
-def _flushed(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < _TINY, np.float32(0), x)
 
 
 @cache

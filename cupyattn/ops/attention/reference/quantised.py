@@ -1,5 +1,6 @@
 """Attention over keys and values that are kept as integers: what the kernel and the format cost.
 
+`key_centres` and `quantize_keys` define `cupyattn.QuantizedKeys`; the rest is about a KV cache.
 Three bounds. `stored_attention_bound` and `dequantised_attention_bound` are the kernels', those
 that decode and those of prompts: how far they may be from the reference on the same integers,
 beyond what `bounds` says of keys and values that are floats. `quantisation_error` is the format's:
@@ -52,6 +53,7 @@ at most 1.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,7 +62,8 @@ from numpy.typing import NDArray
 from cupyattn.ops.attention.reference.cache_formats import dequantise, quantisation_bound
 from cupyattn.ops.attention.reference.dense import attention
 from cupyattn.ops.attention.reference.scores import ScoreBlocks, probabilities
-from cupyattn.runtime.precision import TINY32, U32, Float64
+from cupyattn.runtime.outputs import widened
+from cupyattn.runtime.precision import TINY32, U32, Float32, Float64, flushed
 
 BIAS = {"int8": 128, "uint8": 8}
 """The number that is added to an integer of K on tensor cores."""
@@ -205,3 +208,107 @@ def quantisation_error(
         out_bound[block.b, block.rows, block.h] = bound
         lse_bound[block.at] = np.maximum(np.log(up), -np.log(down))[:, 0]
     return out_bound, lse_bound
+
+
+SAMPLES = 256
+"""The most keys that a computed centre is the mean of (kSamples in key_centres.cu)."""
+PARTS = 32
+"""Sums of samples that are added up at the end (kParts in key_centres.cu)."""
+_ADDED = 4  # neighbouring parts, which one warp has
+_LEAST_ABSMAX = np.float32(2.0**-100)
+_STEPS = np.float32(127)
+
+
+def key_centres(k: NDArray[Any], cu_seqlens: NDArray[Any] | None = None) -> Float32:
+    """Return the centre of each sequence, as `cupyattn.quantize_keys` computes it, bit by bit.
+
+    Parameters
+    ----------
+    k : (B, S, G, D), or (total, G, D) packed or of one sequence
+    cu_seqlens : (sequences + 1,), optional
+
+    Returns
+    -------
+    (B, G, D), (sequences, G, D), or (G, D) of one sequence without an axis of its own
+
+    Examples
+    --------
+    >>> key_centres(np.float32([1, 2, 6, np.inf]).reshape(4, 1, 1))
+    array([[2.25]], dtype=float32)
+    """
+    if k.ndim == 4:
+        parts = [*k]
+    elif cu_seqlens is None:
+        return _centre(k)
+    else:
+        bounds = np.clip(cu_seqlens, 0, len(k))
+        parts = [k[begin:end] for begin, end in pairwise(bounds)]
+    return np.array([_centre(part) for part in parts], np.float32).reshape(
+        len(parts), *k.shape[-2:]
+    )
+
+
+def _centre(k: NDArray[Any]) -> Float32:
+    """Return the mean of every n-th key of a sequence (S, G, D), in the kernel's order."""
+    step = max(1, -(-len(k) // SAMPLES))
+    samples = flushed(widened(k[::step]))
+    samples = np.where(np.isfinite(samples), samples, np.float32(0))
+    sums = np.zeros((PARTS, *k.shape[1:]), np.float32)
+    with np.errstate(all="ignore"):
+        for first in range(0, len(samples), PARTS):
+            part = samples[first : first + PARTS]
+            sums[: len(part)] = flushed(sums[: len(part)] + part)
+        while len(sums) > PARTS // _ADDED:
+            sums = flushed(sums[0::2] + sums[1::2])
+        total = sums[0]
+        for each in sums[1:]:
+            total = flushed(total + each)
+        mean = flushed(total / np.float32(max(len(samples), 1)))
+        return np.where(np.isfinite(mean), mean, np.float32(0))
+
+
+def quantize_keys(
+    k: NDArray[Any], centre: Float32, cu_seqlens: NDArray[Any] | None = None
+) -> tuple[NDArray[np.int8], Float32]:
+    """Return the codes and scales of keys, as `cupyattn.quantize_keys` defines them, bit by bit.
+
+    Parameters
+    ----------
+    k : (B, S, G, D) or (total, G, D)
+    centre : (G, D), (B, G, D), or (sequences, G, D) with cu_seqlens
+    cu_seqlens : (sequences + 1,), optional
+
+    Examples
+    --------
+    >>> codes, scales = quantize_keys(np.float32([[[3, 1.5, -1, 1]]]), np.float32([[1, 1, 1, 1]]))
+    >>> codes.tolist(), scales * 127
+    ([[[127, 32, -127, 0]]], array([[2.]], dtype=float32))
+    """
+    if centre.ndim == 3:
+        if cu_seqlens is None or k.ndim == 4:
+            centre = centre[:, None]
+        else:
+            begins = np.clip(cu_seqlens[:-1], 0, len(k))
+            of_rows = np.searchsorted(begins, np.arange(len(k)), side="right") - 1
+            centre = centre[np.maximum(of_rows, 0)]
+    with np.errstate(all="ignore"):
+        v = flushed(flushed(widened(k)) - flushed(centre))
+        absmax = np.abs(v).max(axis=-1, initial=0)
+        finite, small = np.isfinite(absmax), absmax < _LEAST_ABSMAX
+        coded = finite & ~small
+        usable = np.where(coded, absmax, np.float32(1))
+        least = np.where(finite, np.float32(TINY32), np.float32(np.nan))
+        scales = np.where(coded, usable / _STEPS, least).astype(np.float32)
+        codes = np.rint(flushed(v * (_STEPS / usable)[..., None]))
+        return np.where(coded[..., None], codes, 0).astype(np.int8), scales
+
+
+def quantized_keys_bound(k: NDArray[Any], scales: Float32) -> Float64:
+    """Bound how far ``codes * scales + centre`` is from finite keys (..., D).
+
+    The difference of key and centre, 127 / max, its product with a difference and the scale are
+    rounded once each: 4 u32 of at most 127 scales. A code is off by half of one; a key whose
+    differences are all below 2**-100 is off by as much.
+    """
+    size = np.asarray(scales, np.float64)[..., None]
+    return np.broadcast_to(size * (0.5 + 4.01 * 127 * U32) + float(_LEAST_ABSMAX), k.shape)
