@@ -12,7 +12,7 @@ from cupyattn.ops.attention.kernels import (
     float32,
     merge,
     native,
-    rotary,
+    prepare,
     teaching,
     tensor_core,
 )
@@ -52,7 +52,7 @@ _MODULES = (
     combine,
     decode,
     merge,
-    rotary,
+    prepare,
     block_mask,
     kv_cache,
     softmax,

@@ -51,6 +51,8 @@ __device__ __forceinline__ uint32 max_bits(uint32 most, const float (&v)[kItems]
   return most;
 }
 
+constexpr float kLeastScale = 0x1p-126f;  // of a key; float32's least normal number
+
 // The scale of a row, and the codes of its items.
 struct RowCodes {
   float scale, factor;
@@ -63,6 +65,13 @@ struct RowCodes {
     if (absmax < kLeast) return {0.f, 0.f, false};
     if (!(absmax < kInfinity)) return {kNaN, 0.f, false};
     return {__fdiv_rn(absmax, kSteps), __fdiv_rn(127.f, absmax), true};
+  }
+
+  // Of keys of attention: not rotated, and no scale is 0.
+  __device__ __forceinline__ static RowCodes of_key(uint32 absmax_bits) {
+    RowCodes codes = of<false>(absmax_bits);
+    if (codes.scale < kLeastScale) codes.scale = kLeastScale;  // a NaN stays
+    return codes;
   }
 
   // The lowest byte of v factor + 1.5 2^23 is the nearest integer's, and the sum rounds to even.

@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import dtype_of
+from support.devices import KERNELS, dtype_of
+from support.search import examples, wider
 
 import cupyattn
 from cupyattn import PagedKVCache, QuantizedKeys, gather, quantize_keys, reference
-from cupyattn.ops.attention.reference.quantised import SAMPLES, quantized_keys_bound
+from cupyattn.ops.attention.reference.quantised import (
+    SAMPLES,
+    key_centres,
+    quantized_keys_bound,
+)
+from cupyattn.ops.attention.reference.quantised import quantize_keys as quantize_keys_reference
 from cupyattn.runtime.errors import RefusalError
 from cupyattn.runtime.precision import U32
+from cupyattn.testing import lay_out
+from cupyattn.testing.arrays import VIEWS
 
 LARGEST = np.finfo(np.float32).max
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -118,6 +126,78 @@ def keys_of(*shape: int, seed: int = 0, dtype: str = "float16") -> np.ndarray:
     k = rng.standard_normal(shape, np.float32) * rng.choice([1, 1, 20], shape[-1])
     k[rng.random(shape[:-1]) < 0.1] *= 1e-6
     return (k + rng.choice([0, 7], shape[-1])).astype(dtype_of(dtype))
+
+
+def assert_equal_to_numpys(k: np.ndarray, found: QuantizedKeys, centre: Any, bounds: Any) -> None:
+    """Centre, codes and scales, bit by bit."""
+    if centre is None:
+        centre = key_centres(k, bounds)
+    codes, scales = quantize_keys_reference(k, centre, bounds)
+    for got, want in ((found.centre, centre), (found.scales, scales), (found.codes, codes)):
+        assert_array_equal(KERNELS.get(got), want)
+
+
+HEAD_DIMS = wider((64, 20), (1, 8, 40, 72, 128, 200, 256))
+
+
+@pytest.mark.nvrtc
+@examples(12, deep=150)
+@given(st.data())
+def test_kernels_equal_numpy_bit_by_bit(data):
+    dtype = data.draw(st.sampled_from(wider(("float16",), ("bfloat16", "float32"))), "dtype")
+    packed = data.draw(st.booleans(), "packed")
+    tokens = data.draw(st.sampled_from((1, 3, 4, 5, 33, 255, 257)), "tokens")
+    shape = (tokens,) if packed else (data.draw(st.integers(1, 2), "B"), tokens)
+    shape += (data.draw(st.integers(1, 3), "G"), data.draw(st.sampled_from(HEAD_DIMS), "D"))
+    seed = data.draw(st.integers(0, 99), "seed")
+    k = keys_of(*shape, seed=seed, dtype=dtype)
+    rng = np.random.default_rng(seed)
+    for value in (np.nan, np.inf):
+        if rng.random() < 0.5:
+            k[tuple(rng.integers(0, k.shape))] = value
+    k = lay_out(k, data.draw(st.sampled_from(VIEWS), "view"))
+    bounds = None
+    if packed and data.draw(st.booleans(), "several"):
+        bounds = np.sort(rng.integers(0, tokens + 1, rng.integers(2, 7)))
+        bounds[0] = 0
+        bounds = bounds.astype(data.draw(st.sampled_from((np.int32, np.int64))))
+    batch = (*shape[:-3],) if not packed else () if bounds is None else (len(bounds) - 1,)
+    centre = None
+    if data.draw(st.booleans(), "given"):
+        of_each = data.draw(st.booleans())
+        centre = rng.standard_normal((*(batch if of_each else ()), *shape[-2:]), np.float32)
+        if data.draw(st.booleans(), "sliced"):
+            centre = lay_out(centre, "sliced")
+    with KERNELS.running():
+        found = quantize_keys(
+            KERNELS.put(k),
+            centre=None if centre is None else KERNELS.put(centre),
+            cu_seqlens=None if bounds is None else KERNELS.put(bounds),
+        )
+    assert_equal_to_numpys(k, found, centre, bounds)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("length", [1, 64, 400])
+def test_kernels_write_into_views(length):
+    """The codes, scales and centres of one layer of a larger array, and of a pool of blocks."""
+    k = keys_of(2, length, 2, 64)
+    codes = KERNELS.put(np.zeros((2, 3, 2, length, 64), np.int8).swapaxes(2, 3)[:, 1])
+    scales = KERNELS.put(np.zeros((2, 3, 2, length), np.float32).swapaxes(2, 3)[:, 1])
+    centre = KERNELS.put(np.zeros((2, 3, 2, 65), np.float32)[:, 1, :, :64])
+    keys = QuantizedKeys(codes, scales, centre)
+    with KERNELS.running():
+        assert quantize_keys(KERNELS.put(k), out=keys) is keys
+    assert_equal_to_numpys(k, keys, None, None)
+
+
+@pytest.mark.nvrtc
+def test_a_given_centre_saves_a_launch():
+    k, centre = np.zeros((1, 9, 2, 64), np.float16), np.zeros((2, 64), np.float32)
+    both = cupyattn.explain(quantize_keys, k)
+    assert [launch.kernel for launch in both.launches] == ["key_centres", "quantize_keys"]
+    (only,) = cupyattn.explain(quantize_keys, k, centre=centre).launches
+    assert only.kernel == "quantize_keys"
 
 
 def of_rows(keys: QuantizedKeys, k: np.ndarray, cu_seqlens: Any = None) -> np.ndarray:

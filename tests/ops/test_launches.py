@@ -217,6 +217,7 @@ WEIGHT = cupyattn.quantize(np.ones((1024, 64), np.float32))
         (cupyattn.quantize, (SQUARE,), {"format": "nf4_nested"}, []),
         (cupyattn.dequantize, (WEIGHT,), {}, []),
         (cupyattn.quantize_rows, (SQUARE,), {}, []),
+        (cupyattn.quantize_keys, (((1, 9, 2, 64), "float16"),), {}, []),
         (cupyattn.sample, (SQUARE,), {"seed": 0, "top_k": 5}, []),
         (cupyattn.rope, (((1, 64, 4, 64), "float16"), TABLE, TABLE), {}, []),
         (cupyattn.embedding, (SQUARE, ((7,), "int32")), {}, []),

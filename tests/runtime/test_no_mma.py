@@ -150,6 +150,7 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
         lambda: cupyattn.matmul(np.ones((2, 40, 64), np.int8), np.ones((64, 72), np.int8)),
     ],
     "quantize": [lambda: cupyattn.quantize(half(64, 8))],
+    "quantize_keys": [lambda: cupyattn.quantize_keys(half(1, 3, 2, 8))],
     "quantize_rows": [lambda: cupyattn.quantize_rows(half(3, 64))],
     "dequantize": [lambda: cupyattn.dequantize(cupyattn.quantize(half(64, 8)))],
     "layer_norm": [lambda: cupyattn.layer_norm(half(3, 8), half(8), half(8))],

@@ -10,7 +10,18 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from cupyattn.ops.attention.kernels.prepare import (
+    CENTRE_COLUMNS,
+    ITEMS,
+    KEY_THREADS,
+    KEYS,
+    lanes_of,
+    specialise_centres,
+    specialise_keys,
+)
+from cupyattn.ops.attention.params import batch_integers, item_strides
 from cupyattn.ops.attention.reference import quantised as reference
+from cupyattn.ops.attention.structs import CENTRES_PARAMS, KEYS_PARAMS, filled
 from cupyattn.ops.attention.values import counts_of
 from cupyattn.runtime import html
 from cupyattn.runtime.arrays import (
@@ -20,6 +31,7 @@ from cupyattn.runtime.arrays import (
     Layout,
     Operands,
     adopt,
+    contiguous,
     layouts_of,
     starts_of,
 )
@@ -31,12 +43,13 @@ from cupyattn.runtime.checks import (
     require_contiguous_rows,
     require_dtype,
     require_given,
+    require_item_alignment,
     require_own_items,
     require_shape,
     require_whole_item_strides,
 )
 from cupyattn.runtime.errors import RefusalError, error, shown, size_text
-from cupyattn.runtime.plan import Output
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.storage import rows_aligned
 from cupyattn.runtime.value_checks import checks_values
@@ -341,6 +354,70 @@ def _require_bounds(bounds: Layout, k: Layout) -> None:
         )
 
 
+_MOST_ROWS = 2**32 - 1 - KEY_THREADS
+"""Rows of lanes of a launch: they are numbered with 32 bits."""
+
+
+@lru_cache(maxsize=4096)
+def keys_plan(problem: KeysProblem) -> Plan:
+    """Plan a call of quantize_keys: the centres unless given, then codes and scales."""
+    layouts, starts = problem.layouts, problem.starts
+    require_item_alignment(given_of(layouts), given_of(starts), layouts.SHOWN_AS)
+    planner = Planner(KeysArrays, layouts, problem.outputs)
+    slots, outputs, k = planner.slots, problem.outputs, layouts.k
+    given = layouts.centre is not None
+    centre = layouts.centre or layouts.centre_out or contiguous(*outputs["centre_out"])
+    centre_slot = slots.centre if given else slots.centre_out
+    places = _token_strides(item_strides(centre)[:-1])
+    heads, dim = k.shape[-2:]
+    common = {
+        "k": _token_strides(item_strides(k)[:-1]),
+        "centre_batch": places[1],
+        "centre_head": places[2],
+        "bounds": batch_integers(layouts.cu_seqlens),
+        "seq": k.shape[-3],
+        "heads": heads,
+        "dim": dim,
+        "sequences": problem.sequences,
+    }
+    whole = dim % ITEMS == 0 and rows_aligned([(k, starts.k)])
+    steps = []
+    if not given:
+        kernel = specialise_centres(k.dtype.name, ITEMS if whole else 1, problem.packed)
+        ctas = problem.sequences * heads * -(-dim // CENTRE_COLUMNS)
+        arrays = slots.k, slots.cu_seqlens, centre_slot
+        steps.append(Step.of(kernel, ctas, arrays, filled(CENTRES_PARAMS, **common)))
+    groups = -(-k.shape[-3] // KEYS)
+    rows = (k.shape[0] if len(k.shape) == 4 else 1) * groups * heads
+    if rows > _MOST_ROWS:
+        raise error(
+            ValueError,
+            f"k has shape {k.shape}",
+            f"a launch has at most {_MOST_ROWS} groups of {KEYS} keys of a head",
+            "split the keys over several calls, with the centre of the first",
+        )
+    params = filled(
+        KEYS_PARAMS,
+        **common,
+        codes=_token_strides(item_strides(layouts.codes or contiguous(*outputs["codes"]))[:-1]),
+        scales=_token_strides(item_strides(layouts.scales or contiguous(*outputs["scales"]))),
+        groups=groups,
+        rows=rows,
+    )
+    whole = whole and rows_aligned([(centre, starts.centre if given else starts.centre_out)])
+    of_each = problem.packed and len(centre.shape) == 3
+    kernel = specialise_keys(k.dtype.name, lanes_of(dim), ITEMS if whole else 1, of_each)
+    ctas = -(-rows // (KEY_THREADS // lanes_of(dim)))
+    written = slots.codes, slots.scales
+    step = Step.of(kernel, ctas, (slots.k, slots.cu_seqlens, centre_slot, *written), params)
+    return planner.plan(*steps, step)
+
+
+def _token_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides of (batch, token, head); packed tokens are one batch element."""
+    return (0, 0, 0, *strides)[-3:]
+
+
 def quantize_keys(
     k: Array,
     /,
@@ -423,11 +500,12 @@ def quantize_keys(
     if out is not None:
         _take_keys(arrays, out)
     operands = adopt(arrays)
-    keys_problem(operands)
+    problem = keys_problem(operands)
     device = device_of(operands)
     if device is not None:
-        raise NotImplementedError("no kernel yet")
-    _quantized_on_cpu(cast("KeysArrays[np.ndarray]", arrays))
+        run(device, keys_plan(problem), operands)
+    else:
+        _quantized_on_cpu(cast("KeysArrays[np.ndarray]", arrays))
     if out is not None:
         return out
     made: Any = arrays

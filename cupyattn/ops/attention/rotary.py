@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from cupyattn.ops.attention.kernels import rotary
+from cupyattn.ops.attention.kernels import prepare
 from cupyattn.ops.attention.params import (
     AttentionPlanner,
     forward_params,
@@ -150,7 +150,7 @@ def rotation_step(
         sign=-1 if inverse else 1,
     )
     kernel = specialise_rotation(
-        rotary.VARLEN if problem.packed else rotary.DENSE,
+        prepare.VARLEN if problem.packed else prepare.DENSE,
         config,
         problem.dtype.name,
         vec,

@@ -155,3 +155,22 @@ ROTARY_STRUCT = StructParameter("rotary", ROTARY_PARAMS, "RotaryParams")
 # RotaryTables in cuda_src/attention/tensor_core/rotated_chunks.cuh
 ROTARY_TABLES = _struct(("cos_stride sin_stride length half", np.int64))
 ROTARY_TABLES_STRUCT = StructParameter("tables", ROTARY_TABLES, "RotaryTables")
+
+# CentresParams in cuda_src/attention/key_centres.cu
+CENTRES_PARAMS = _struct(
+    ("k", TOKEN_STRIDES),
+    ("centre_batch centre_head", np.int64),
+    ("bounds", _BATCH_INTEGERS),
+    ("seq heads dim sequences", np.int32),
+)
+CENTRES_STRUCT = StructParameter("params", CENTRES_PARAMS, "CentresParams", (ATTENTION_STRUCT,))
+
+# KeysParams in cuda_src/attention/quantize_keys.cu
+KEYS_PARAMS = _struct(
+    ("k codes scales", TOKEN_STRIDES),
+    ("centre_batch centre_head", np.int64),
+    ("bounds", _BATCH_INTEGERS),
+    ("groups rows", np.uint32),
+    ("seq heads dim sequences", np.int32),
+)
+KEYS_STRUCT = StructParameter("params", KEYS_PARAMS, "KeysParams", (ATTENTION_STRUCT,))

@@ -1,0 +1,109 @@
+// The centres of keys that are to be quantised: for each sequence and head, the mean of evenly spaced keys.
+//
+//   c = (1 / n) sum over i < n of k[i step],   step = max(1, ceil(S / kSamples)),   n = ceil(S / step)
+//
+// Softmax is the same for k and k - c (Zhang et al., "SageAttention", arXiv:2410.02367, section 4.2). Items that are not
+// finite count as 0, so that one of them spares the keys of other tokens, and a mean that overflows is 0.
+//
+// Shapes    k (B, S, G, D) with any outer strides, or packed (total, G, D) with cu_seqlens; centre (sequences, G, D)
+//           float32, with any outer strides.
+// Work      a CTA owns kColumns columns of one sequence and head. kLanes neighbouring threads have a part of the
+//           samples: part p has samples p, p + kParts, ... Grid sequences * G * ceil(D / kColumns).
+// Order     fixed, so that NumPy repeats it bit by bit: the samples of a part in their order, then parts 4 w to 4 w + 3
+//           of warp w as (p0 + p1) + (p2 + p3), then the warps in their order. Subnormal numbers are 0.
+// Budget    registers: the loads of kPerPart samples, 16 bytes each (32 for float32); 2 KiB of shared memory.
+// Barriers  one, between the warps' sums and the threads that add them.
+// Edges     a sequence without keys has a centre of zeros. Columns beyond D are neither read nor written.
+#if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(PACKED) || !defined(SHARED_BYTES)
+#error "DTYPE, THREADS, VEC, PACKED and SHARED_BYTES come from a launch-configuration table"
+#endif
+#include "packed_rows.cuh"
+#include "../common/vec.cuh"
+
+constexpr int kSamples = 256;
+constexpr int kParts = 32;
+constexpr int kPerPart = kSamples / kParts;
+constexpr int kItems = 8;  // columns of a thread
+constexpr int kLanes = THREADS / kParts;
+constexpr int kColumns = kLanes * kItems;
+constexpr int kWarps = THREADS / kWarpSize;
+static_assert(kLanes == 8, "a warp has 4 parts, whose sums two shuffles add");
+static_assert(VEC == 1 || VEC == kItems, "single items or all of them");
+
+struct Smem {
+  float sums[kWarps][kColumns];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// Field for field the structured dtype CENTRES_PARAMS of cupyattn/ops/attention/structs. Strides are in items.
+struct CentresParams {
+  Strides k;
+  int64 centre_batch, centre_head;
+  BatchIntegers bounds;
+  int32 seq, heads, dim;  // seq is S, or the total of packed keys
+  int32 sequences;
+};
+static_assert(sizeof(CentresParams) == CENTRES_PARAMS_BYTES, "its dtype in Python describes another struct");
+
+__device__ __forceinline__ float finite(float x) { return fabsf(x) < kInfinity ? x : 0.f; }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    key_centres(const DTYPE* k_g, const void* cu_seqlens_g, float* centre_g, const CentresParams params) {
+  __shared__ Smem smem_s;
+
+  // Phase 1: the columns of this CTA, and the sampled keys of its sequence.
+  const int chunks = div_up(params.dim, kColumns);
+  const int chunk = blockIdx.x % chunks, number = blockIdx.x / chunks;  // of sequences and their heads
+  const int sequence = number / params.heads, head = number - sequence * params.heads;
+  RowSpan keys = {0, params.seq};
+  if constexpr (PACKED) {
+    const PackedRows rows = {cu_seqlens_g, params.bounds, params.sequences, params.seq, params.seq};
+    keys = rows.of(sequence);
+  }
+  const int step = max(1, div_up(keys.count, kSamples)), samples = div_up(keys.count, step);
+  const int part = threadIdx.x / kLanes, column = chunk * kColumns + threadIdx.x % kLanes * kItems;
+  k_g += (PACKED ? 0 : sequence) * params.k.batch + keys.begin * params.k.seq + head * params.k.head;
+
+  // Phase 2: the sum of this thread's part. Samples that do not exist read the last one instead, and count as 0.
+  float sum[kItems] = {};
+  if (samples > 0 && column < params.dim) {
+    float k[kPerPart][kItems];
+#pragma unroll
+    for (int i = 0; i < kPerPart; i++) {
+      const int sample = min(part + i * kParts, samples - 1);
+      const DTYPE* source = k_g + static_cast<int64>(sample) * step * params.k.seq + column;
+      if constexpr (VEC > 1) {
+        load_vec(k[i], source);
+      } else {
+#pragma unroll
+        for (int item = 0; item < kItems; item++) k[i][item] = to_float(source[min(item, params.dim - 1 - column)]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPerPart; i++) {
+#pragma unroll
+      for (int item = 0; item < kItems; item++) sum[item] += part + i * kParts < samples ? finite(k[i][item]) : 0.f;
+    }
+  }
+
+  // Phase 3: the sums of all parts, in their order.
+#pragma unroll
+  for (int item = 0; item < kItems; item++) {
+#pragma unroll
+    for (int distance = kLanes; distance < kWarpSize; distance *= 2) {
+      sum[item] += __shfl_xor_sync(kFullWarp, sum[item], distance);
+    }
+  }
+  if (lane_index() < kLanes) {
+#pragma unroll
+    for (int item = 0; item < kItems; item++) smem_s.sums[warp_index()][lane_index() * kItems + item] = sum[item];
+  }
+  __syncthreads();  // smem_s.sums: written by every warp
+  const int own = chunk * kColumns + threadIdx.x;
+  if (threadIdx.x >= kColumns || own >= params.dim) return;
+  float total = smem_s.sums[0][threadIdx.x];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; warp++) total += smem_s.sums[warp][threadIdx.x];
+  const float mean = __fdiv_rn(total, static_cast<float>(max(samples, 1)));
+  centre_g[sequence * params.centre_batch + head * params.centre_head + own] = finite(mean);
+}
