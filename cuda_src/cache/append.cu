@@ -4,6 +4,9 @@
 //   n_i = x_i (mean_j x_j^2 + eps)^(-1/2) (offset + weight_i)    (RMS norm of a head: Zhang, Sennrich, arXiv:1910.07467)
 //   stored = round(rotated(n)),   with no rounding in between
 //
+// CENTRED keys are stored as codes of rotated(n) - c, whose scales and codes are those of attention/quantize_keys.cu,
+// with one centre c (G, D) of the whole cache; values then stay floats.
+//
 // Shapes    k and v (B, S, G, D), q (B, S, H, D) or null, of any outer strides; slot_mapping and positions (B, S); the
 //           caches (num_blocks, block_size, G, D) of CACHE, their scales (num_blocks, block_size, G); cos and sin
 //           (table length, R/2) of TABLE, which is void without a rotation; with NORMED the weights of norms (D,),
@@ -20,11 +23,12 @@
 //           is NaN after its norm; one with an infinity is zeros, and NaN at the infinity.
 #if !defined(DTYPE) || !defined(CACHE) || !defined(THREADS) || !defined(LANES) || !defined(CHUNKS) || \
     !defined(HEADS) || !defined(VEC) || !defined(SLOT) || !defined(TABLE) || !defined(POSITION) ||    \
-    !defined(INTERLEAVED) || !defined(NORMED)
+    !defined(INTERLEAVED) || !defined(NORMED) || !defined(CENTRED)
 #error \
-    "DTYPE, CACHE, THREADS, LANES, CHUNKS, HEADS, VEC, SLOT, TABLE, POSITION, INTERLEAVED and NORMED come from a launch-configuration table"
+    "DTYPE, CACHE, THREADS, LANES, CHUNKS, HEADS, VEC, SLOT, TABLE, POSITION, INTERLEAVED, NORMED and CENTRED come from a launch-configuration table"
 #endif
 #include "../common/reduce.cuh"
+#include "../common/row_codes.cuh"
 #include "../rope/rotation.cuh"
 #include "formats.cuh"
 
@@ -211,6 +215,33 @@ struct Head {
     }
   }
 
+  // Subtract the centre, and store codes to a cache, where `wanted`; every lane of the warp calls this.
+  __device__ __forceinline__ void store_codes(signed char* head_g, float* scale_g, const float* centre_g, uint32 dim,
+                                              bool wanted) {
+    uint32 largest = 0;
+#pragma unroll
+    for (int load = 0; load < Traits::kLoads; load++) {
+      float centre[VEC] = {};
+      if (wanted && column_of(load) < dim) load_vec(centre, centre_g + column_of(load));
+#pragma unroll
+      for (int i = 0; i < VEC; i++) x[load][i] -= centre[i];
+      largest = max_bits(largest, x[load]);
+    }
+    const RowCodes codes = RowCodes::of_key(warp_reduce<MaxBits, LANES>(largest));
+    if (!wanted) return;
+    if (threadIdx.x % LANES == 0) *scale_g = codes.scale;
+#pragma unroll
+    for (int load = 0; load < Traits::kLoads; load++) {
+      const uint32 column = column_of(load);
+      if (column >= dim) continue;
+      if constexpr (VEC > 1) {
+        codes.store(head_g + column, x[load]);
+      } else {
+        head_g[column] = static_cast<signed char>(codes.code(x[load][0]));
+      }
+    }
+  }
+
  private:
   // Of the head's items, which LANES lanes hold, with zeros after them: a NaN is above infinity.
   __device__ __forceinline__ uint32 largest_bits() const {
@@ -233,11 +264,23 @@ __device__ __forceinline__ int64 place_of(const RowStrides& strides, uint32 oute
   return outer * strides.outer + inner * strides.inner + head * strides.head;
 }
 
+#if CENTRED
+#define ENTRY append_kv_centred
+#define CENTRE_ARRAY , const float* k_centre_g
+#define CENTRE_STRIDE , int64 centre_stride
+using KeyItem = signed char;
+#else
+#define ENTRY append_kv
+#define CENTRE_ARRAY
+#define CENTRE_STRIDE
+using KeyItem = Traits::Stored::Item;
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    append_kv(Traits::Stored::Item* k_cache_g, Traits::Stored::Item* v_cache_g, float* k_scales_g, float* v_scales_g,
-              DTYPE* q_g, const DTYPE* k_g, const DTYPE* v_g, const SLOT* slot_mapping_g,
-              const Rotation<TABLE>::Item* cos_g, const Rotation<TABLE>::Item* sin_g, const POSITION* positions_g,
-              const DTYPE* q_weight_g, const DTYPE* k_weight_g, const AppendParams params) {
+    ENTRY(KeyItem* k_cache_g, Traits::Stored::Item* v_cache_g, float* k_scales_g, float* v_scales_g, DTYPE* q_g,
+          const DTYPE* k_g, const DTYPE* v_g, const SLOT* slot_mapping_g, const Rotation<TABLE>::Item* cos_g,
+          const Rotation<TABLE>::Item* sin_g, const POSITION* positions_g, const DTYPE* q_weight_g,
+          const DTYPE* k_weight_g CENTRE_ARRAY, const AppendParams params CENTRE_STRIDE) {
   // Phase 1: which token and heads are this row's, and where they go.
   const uint32 row = blockIdx.x * static_cast<uint32>(THREADS / LANES) + threadIdx.x / LANES;
   const uint32 all_groups = params.groups + 2 * params.kv_groups;
@@ -318,14 +361,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const RowStrides scale_strides = role == Role::kKey ? params.k_scales : params.v_scales;
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
-    const Head values(own[h], others[h], norm, angles, rotates, params.half, params.dim);
+    Head values(own[h], others[h], norm, angles, rotates, params.half, params.dim);
     const bool there = exists && head + h < heads;
     if ((Traits::kRotates || NORMED) && role == Role::kQuery) {
       if (there) values.store(q_g + place_of(params.q, batch, s, head + h), dim);
     }
     const bool cached = there && role != Role::kQuery;
+#if CENTRED
+    const bool key = cached && role == Role::kKey;
+    if (cached && !key) values.store(v_cache_g + place_of(params.v_cache, block, place, head + h), params.dim);
+    values.store_codes(k_cache_g + place_of(params.k_cache, block, place, head + h),
+                       k_scales_g + place_of(params.k_scales, block, place, head + h),
+                       k_centre_g + (head + h) * centre_stride, params.dim, key);
+#else
     auto* cache_g = (role == Role::kKey ? k_cache_g : v_cache_g) + place_of(cache_strides, block, place, head + h);
     float* scale_g = (role == Role::kKey ? k_scales_g : v_scales_g) + place_of(scale_strides, block, place, head + h);
     values.store_as<CACHE>(cache_g, scale_g, params.dim, cached);
+#endif
   }
 }

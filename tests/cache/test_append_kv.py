@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import KERNELS, dtype_of, everywhere
+from support.devices import KERNELS, SENTINEL, dtype_of, everywhere
 from support.paged import POSITIONS, AppendProblem
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.ops.attention.reference.quantised import quantized_keys_bound
 from cupyattn.ops.cache import problems
 from cupyattn.ops.cache.kernels import AppendLaunch, append_config, specialise_append
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.compile import compile_ptx
+from cupyattn.runtime.precision import U32
 
 pytestmark = pytest.mark.nvrtc
 
@@ -125,6 +128,103 @@ def test_norms_of_heads_that_are_zero_or_not_finite(vector):
     assert np.flatnonzero(np.isnan(options["q"][4, 2].astype(float))).tolist() == [63]
     assert (options["q"][4, 2, :63] == 0).all()
     assert np.isnan(options["q"].astype(float)).sum() == 1
+
+
+# As KINDS, but without bits.
+CENTRED_KINDS = wider(
+    (
+        ("float16", 64, 32, False, 0, ""), ("float16", 40, None, False, 0, ""),
+        ("float16", 34, 15, True, 1, "k"),
+    ),
+    (
+        ("float16", 128, 64, False, 0, "qk"), ("float16", 256, None, False, 0, "k"),
+        ("bfloat16", 80, 40, True, 0, ""), ("float32", 64, 32, False, 0, ""),
+        ("float32", 256, 64, False, 0, "qk"), ("float32", 5, None, False, 1, ""),
+    ),
+)  # fmt: skip
+
+
+def centred_pools(problem: AppendProblem, seed: int = 0) -> dict[str, np.ndarray]:
+    """A pool of codes whose heads' slots lie side by side, as PagedKVCache has it, and a centre."""
+    blocks = len(problem.memory()["pool"]), problem.G, problem.block_size
+    rng = np.random.default_rng(seed)
+    return {
+        "k_cache": np.full((*blocks, problem.D), 99, np.int8),
+        "k_scales": np.full(blocks, SENTINEL, np.float32),
+        "k_centre": rng.standard_normal((problem.G, problem.D), np.float32),
+    }
+
+
+def append_centred(problem: AppendProblem, memory: dict[str, Any], side: Any) -> dict[str, Any]:
+    """Write tokens to the pools in `memory`; return all arrays after the call."""
+    placed = {name: side.put(array.copy()) for name, array in memory.items()}
+    (_, *others), options = problem.views(placed)
+    options |= {"k_scales": placed["k_scales"].swapaxes(1, 2), "k_centre": placed["k_centre"]}
+    with side.running():
+        cupyattn.append_kv(placed["k_cache"].swapaxes(1, 2), *others, **options)
+    return {name: side.get(array) for name, array in placed.items()}
+
+
+@examples(8, deep=100)
+@given(
+    kind=st.sampled_from(CENTRED_KINDS),
+    tokens=st.sampled_from(((1,), (7,), (2, 5))),
+    heads=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_centred_keys_are_codes_of_what_is_rotated(kind, tokens, heads, seed):
+    """Those of quantize_keys, bit by bit, where nothing is computed before; values stay floats."""
+    dtype, head_dim, half, interleaved, margin, norms = kind
+    problem = AppendProblem(
+        tokens, H=3, G=heads, D=head_dim, dtype=dtype, half=half, interleaved=interleaved,
+        margin=margin, norms=norms, seed=seed,
+    )  # fmt: skip
+    memory = problem.memory() | centred_pools(problem, seed)
+    found = append_centred(problem, memory, KERNELS)
+    (_, v_cache, k, v, slots), _ = problem.views(found)
+    flat, slots = k.reshape(-1, heads, head_dim), slots.ravel()
+    written = slots >= 0
+    at = np.divmod(slots[written], problem.block_size)
+    codes, scales = found["k_cache"].swapaxes(1, 2), found["k_scales"].swapaxes(1, 2)
+    centre = found["k_centre"].astype(float)
+    if half is None and not norms:
+        expected = cupyattn.quantize_keys(flat[written], centre=found["k_centre"])
+        assert_array_equal(codes[at], expected.codes)
+        assert_array_equal(scales[at], expected.scales)
+    exact = problem.exact("k", flat, memory)[written]
+    off = 0 * exact
+    if half is not None or norms:
+        off = problem.bound("k", flat, memory, "float32")[written]
+    values = codes[at] * scales[at][..., None].astype(float) + centre
+    bound = quantized_keys_bound(exact, scales[at]) + off
+    assert reference.error_ratio(values, exact, bound) <= 1
+    largest = np.abs(exact - centre).max(axis=-1) / 127
+    within = off.max(axis=-1, initial=0) / 127 + 4 * U32 * largest
+    assert reference.error_ratio(scales[at], largest, within) <= 1
+    assert_array_equal(v_cache[at], v.reshape(-1, heads, head_dim)[written])
+    for array in (codes, scales, v_cache):
+        rest = np.ones(array.shape[:2], bool)
+        rest[at] = False
+        assert (array[rest] == (99 if array.dtype == np.int8 else SENTINEL)).all()
+
+
+@everywhere
+def test_centred_keys_that_are_not_finite(side):
+    problem = replace(PLAIN, half=None)
+    memory = problem.memory() | centred_pools(problem)
+    memory["slot_mapping"][:] = np.arange(9)
+    k = problem.views(memory)[0][2]
+    k[2, 0, 5], k[3, 1, 63], k[4, 2] = np.inf, np.nan, memory["k_centre"][2].astype(np.float16)
+    memory["k_centre"][2] = k[4, 2]
+    found = append_centred(problem, memory, side)
+    scales = found["k_scales"].swapaxes(1, 2).reshape(-1, problem.G)[:9]
+    codes = found["k_cache"].swapaxes(1, 2).reshape(-1, problem.G, problem.D)[:9]
+    hit = np.zeros(scales.shape, bool)
+    hit[2, 0] = hit[3, 1] = True
+    assert_array_equal(np.isnan(scales), hit)
+    assert not codes[hit].any()
+    assert scales[4, 2] == np.float32(2.0**-126)
+    assert not codes[4, 2].any()
 
 
 def strided(array: np.ndarray) -> np.ndarray:

@@ -88,7 +88,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     cupyattn.append_kv: (
         ("k_cache", "v_cache", "k", "v", "slot_mapping"),
         {"q": None, "rotary": None, "positions": None, "q_norm": None, "k_norm": None,
-         "k_scales": None, "v_scales": None},
+         "k_scales": None, "v_scales": None, "k_centre": None},
     ),
     cupyattn.copy_blocks: (
         ("k_cache", "v_cache", "copies"), {"k_scales": None, "v_scales": None},

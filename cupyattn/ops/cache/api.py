@@ -51,6 +51,7 @@ def append_kv(
     k_norm: RMSNorm | None = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
+    k_centre: Array | None = None,
 ) -> None:
     r"""Write the keys and values of new tokens to their slots of a paged cache, in place.
 
@@ -84,6 +85,10 @@ def append_kv(
         rotation, as in Qwen3 and Gemma 3, without a rounding in between; k itself stays as it is.
     k_scales, v_scales : float32 array (num_blocks, block_size, G), optional
         The scale of each token and head, written in place. Required for quantised caches.
+    k_centre : float32 array (G, D), optional
+        With a k_cache of int8 and a v_cache in the dtype of v: keys are stored as `quantize_keys`
+        does with this centre, after norm and rotation. ``QuantizedKeys(k_cache, k_scales,
+        k_centre)`` are then keys of attention.
 
     Returns
     -------
@@ -93,14 +98,15 @@ def append_kv(
     ------
     TypeError
         For something that is no array, NumPy and CuPy arrays mixed, a dtype that is not allowed,
-        quantised caches without scales, and rotary without positions.
+        quantised caches without scales, int8 keys with float values and no centre, and rotary
+        without positions.
     ValueError
         For shapes or strides that do not fit, arrays that are written and overlap others, q without
-        rotary, and scales of caches that are not quantised. Where values are checked (`backend`;
-        NumPy arrays always) for slots that are not in the caches or are given twice, and for
-        positions outside of the tables; without q those of tokens that are left out may be. Where
-        values are not checked, a GPU skips such a slot, and stores NaN in the rotated features of
-        such a token.
+        rotary, scales of caches that are not quantised, and a centre of other caches. Where values
+        are checked (`backend`; NumPy arrays always) for slots that are not in the caches or are
+        given twice, and for positions outside of the tables; without q those of tokens that are
+        left out may be. Where values are not checked, a GPU skips such a slot, and stores NaN in
+        the rotated features of such a token.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -143,7 +149,7 @@ def append_kv(
     array([0., 1.], dtype=float32)
     """
     arrays = AppendArrays(k_cache, v_cache, k_scales, v_scales, q, k, v, slot_mapping)
-    arrays.positions = positions
+    arrays.positions, arrays.k_centre = positions, k_centre
     interleaved, of_q, of_k = False, None, None
     if rotary is not None:
         arrays.cos, arrays.sin, interleaved = checked_rotary(rotary)
@@ -179,9 +185,9 @@ def _append_on_cpu(problem: AppendProblem, arrays: AppendArrays[np.ndarray]) -> 
         if q is not None:
             round_into(q, both[..., :heads, :], problem.dtype)
         k = both[..., heads:, :]
-        if not problem.caches.quantised:
+        if not problem.caches.quantised and not problem.caches.centred:
             k = round_into(None, k, problem.caches.dtype)
-    reference.append_kv(arrays.k_cache, k, slots, arrays.k_scales)
+    reference.append_kv(arrays.k_cache, k, slots, arrays.k_scales, arrays.k_centre)
     reference.append_kv(arrays.v_cache, arrays.v, slots, arrays.v_scales)
 
 

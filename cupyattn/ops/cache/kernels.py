@@ -17,6 +17,7 @@ from cupyattn.runtime.spec import (
     Gates,
     KernelSpec,
     Pointer,
+    Scalar,
     Specialisation,
     StructParameter,
     inputs,
@@ -52,6 +53,7 @@ class AppendArrays(CacheArrays[T]):
     positions: T | None = None
     q_weight: T | None = None
     k_weight: T | None = None
+    k_centre: T | None = None
 
 
 @dataclass(slots=True)
@@ -136,15 +138,21 @@ GATHER_PARAMS = np.dtype(
 )
 GATHER_STRUCT = StructParameter("params", GATHER_PARAMS, "GatherParams")
 
-APPEND = KernelSpec(
-    "append_kv",
+_APPEND_ARRAYS = (
+    *(Pointer(name) for name in ("k_cache", "v_cache")),
+    *(Pointer(name, optional=True) for name in ("k_scales", "v_scales", "q")),
+    *inputs("k", "v", "slot_mapping"),
+    *inputs("cos", "sin", "positions", "q_weight", "k_weight", optional=True),
+)
+APPEND = KernelSpec("append_kv", "cache/append.cu", (*_APPEND_ARRAYS, APPEND_STRUCT))
+APPEND_CENTRED = KernelSpec(
+    "append_kv_centred",
     "cache/append.cu",
     (
-        *(Pointer(name) for name in ("k_cache", "v_cache")),
-        *(Pointer(name, optional=True) for name in ("k_scales", "v_scales", "q")),
-        *inputs("k", "v", "slot_mapping"),
-        *inputs("cos", "sin", "positions", "q_weight", "k_weight", optional=True),
+        *_APPEND_ARRAYS,
+        *inputs("k_centre"),
         APPEND_STRUCT,
+        Scalar("centre_stride", np.dtype(np.int64)),
     ),
 )
 COPY_BLOCKS = KernelSpec(
@@ -168,7 +176,7 @@ GATHER = KernelSpec(
         GATHER_STRUCT,
     ),
 )
-KERNELS = (APPEND, COPY_BLOCKS, GATHER)
+KERNELS = (APPEND, APPEND_CENTRED, COPY_BLOCKS, GATHER)
 
 _QUANTISED = {"int8": "Int8", "int4": "Int4"}
 """Quantised formats, with their names in C++."""
@@ -197,7 +205,7 @@ class AppendLaunch(NamedTuple):
 
     dtype: str
     cache: str
-    """The storage format."""
+    """The storage format of keys and values, or of values alone if keys are centred."""
     head_dim: int
     vec: int
     """Items of one load, 1 or 16 bytes' worth."""
@@ -208,6 +216,8 @@ class AppendLaunch(NamedTuple):
     interleaved: bool
     normed: bool
     """Whether any heads are normalised."""
+    centred: bool = False
+    """Whether keys are codes of their differences from a centre."""
 
     @property
     def lanes(self) -> int:
@@ -247,7 +257,7 @@ def append_config(arch: int, heads: int, chunks: int) -> RopeConfig:
 @cache
 def specialise_append(config: RopeConfig, launch: AppendLaunch) -> Specialisation:
     """Specialise the kernel that writes tokens."""
-    return APPEND.specialise(
+    return (APPEND_CENTRED if launch.centred else APPEND).specialise(
         threads=config.threads,
         gates=Gates(registers=128 if launch.normed else 96),
         reason=config.reason,
@@ -262,6 +272,7 @@ def specialise_append(config: RopeConfig, launch: AppendLaunch) -> Specialisatio
         POSITION=_INTEGERS[launch.position],
         INTERLEAVED=cpp_bool(launch.interleaved),
         NORMED=cpp_bool(launch.normed),
+        CENTRED=int(launch.centred),
     )
 
 
@@ -306,6 +317,15 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         position, paired = ("int32", False) if table == "void" else (integer, interleaved)
         launch = AppendLaunch(
             dtype, _formats(dtype)[kind], head_dim, vec, integer, table, position, paired, normed
+        )
+        for config in dict.fromkeys(append_config(arch, heads, launch.chunks) for heads in (1, 4)):
+            yield specialise_append(config, launch)
+    of_codes = STORAGE, flags, (64, 128, 256), ("void", *STORAGE), flags, flags
+    for dtype, whole, head_dim, table, interleaved, normed in pairs(*of_codes):
+        vec = vector_items(dtype) if whole else 1
+        paired = interleaved and table != "void"
+        launch = AppendLaunch(
+            dtype, dtype, head_dim, vec, "int32", table, "int32", paired, normed, centred=True
         )
         for config in dict.fromkeys(append_config(arch, heads, launch.chunks) for heads in (1, 4)):
             yield specialise_append(config, launch)

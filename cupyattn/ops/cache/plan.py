@@ -78,7 +78,12 @@ def append_plan(problem: AppendProblem, arch: int) -> Plan:
     params = _append_params(problem, (heads, groups), (caches.kv_heads, kv_groups))
     specialisation = specialise_append(config, launch)
     slots = values_of(planner.slots)
-    return planner.plan(Step.of(specialisation, -(-rows // rows_per_cta), slots, params))
+    values: tuple[object, ...] = (params,)
+    if layouts.k_centre is None:
+        slots = slots[:-1]
+    else:
+        values = params, _strides(layouts.k_centre)[0]
+    return planner.plan(Step.of(specialisation, -(-rows // rows_per_cta), slots, *values))
 
 
 def _append_launch(problem: AppendProblem) -> AppendLaunch:
@@ -93,6 +98,7 @@ def _append_launch(problem: AppendProblem) -> AppendLaunch:
         "int32" if layouts.positions is None else layouts.positions.dtype.name,
         problem.interleaved and layouts.cos is not None,
         problem.q_norm is not None or problem.k_norm is not None,
+        problem.caches.centred,
     )
 
 
@@ -151,11 +157,13 @@ def _append_vector(problem: AppendProblem) -> int:
         (layouts.sin, starts.sin),
         (layouts.q_weight, starts.q_weight),
         (layouts.k_weight, starts.k_weight),
+        (layouts.k_centre, starts.k_centre),
     )
-    kept = (layouts.k_cache, starts.k_cache), (layouts.v_cache, starts.v_cache)
+    of_keys = items if caches.centred else stored
     aligned = (
         rows_aligned(loaded)
-        and rows_aligned(kept, stored)
+        and rows_aligned([(layouts.k_cache, starts.k_cache)], of_keys)
+        and rows_aligned([(layouts.v_cache, starts.v_cache)], stored)
         and caches.head_dim % items == rotated % items == 0
     )
     return items if aligned else 1

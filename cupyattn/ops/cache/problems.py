@@ -58,10 +58,13 @@ class Caches(NamedTuple):
     kv_heads: int
     head_dim: int
     dtype: np.dtype
+    """That of both, or of values if keys are centred."""
+    centred: bool = False
+    """Whether keys are int8 codes of their differences from a centre, and values are floats."""
 
     @property
     def quantised(self) -> bool:
-        """Whether there are scales."""
+        """Whether both have scales."""
         return self.dtype.name in _FORMATS
 
     @property
@@ -165,7 +168,7 @@ def checked_append(
 ) -> AppendProblem:
     """Check the description of a call of append_kv."""
     layouts = layouts_of(AppendArrays[Layout], description)
-    caches = _require_caches(layouts, written=True)
+    caches = _require_caches(layouts, written=True, centred=True)
     k, v, slots = layouts.k, layouts.v, layouts.slot_mapping
     for name, layout in (("k", k), ("v", v), ("slot_mapping", slots)):
         require_given(name, layout)
@@ -191,10 +194,29 @@ def checked_append(
     named = {layouts.SHOWN_AS[name]: given[name] for name in weights if name in given}
     require_same_dtype({"k": k, **named})
     if not caches.quantised:
-        require_same_dtype(given, ("k", "v", *_CACHES))
+        require_same_dtype(given, ("k", "v", *_CACHES[caches.centred :]))
+    _require_centre(layouts.k_centre, caches)
     starts = starts_of(AppendArrays[int], description)
     overlaps = Overlaps.of(layouts, (*WRITTEN, "q"))
     return AppendProblem(caches, layouts, starts, interleaved, q_norm, k_norm, overlaps)
+
+
+def _require_centre(centre: Layout | None, caches: Caches) -> None:
+    if (centre is not None) != caches.centred:
+        raise error(
+            ValueError if centre is not None else TypeError,
+            f"k_centre was given with caches of {caches.dtype.name}"
+            if centre is not None
+            else "k_centre is None, with a k_cache of int8 and a v_cache of floats",
+            "keys that are codes of differences from a centre, int8, come with values in v's dtype",
+            "leave it out, or pass such caches and k_scales"
+            if centre is not None
+            else "pass k_centre, (G, D) of float32",
+        )
+    if centre is not None:
+        require_dtype("k_centre", centre, (_SCALES_DTYPE.name,))
+        require_shape("k_centre", centre, (caches.kv_heads, caches.head_dim), "(G, D)")
+        require_contiguous_rows("k_centre", centre)
 
 
 def _require_norms(layouts: AppendArrays[Layout], head_dim: int) -> None:
@@ -329,7 +351,7 @@ def copies_problem(operands: Operands[CopyArrays[Array]], pairs: Pairs | None) -
 def checked_copies(description: Description) -> CopiesProblem:
     """Check the description of a call of copy_blocks."""
     layouts = layouts_of(CopyArrays[Layout], description)
-    caches = _require_caches(layouts, written=True, pools=True)
+    caches = _require_caches(layouts, written=True, pools=True, centred=True)
     copies = layouts.copies
     if copies is not None:
         require_dtype("copies", copies, INTEGERS)
@@ -476,11 +498,16 @@ def _require_tokens(problem: GatherProblem, arrays: GatherArrays[Array]) -> None
 
 
 def _require_caches(
-    layouts: CacheArrays[Layout], *, written: bool = False, pools: bool = False
+    layouts: CacheArrays[Layout],
+    *,
+    written: bool = False,
+    pools: bool = False,
+    centred: bool = False,
 ) -> Caches:
     """Check k_cache and v_cache, and their scales, which quantised caches have.
 
-    With `pools` they may have an axis of layers before the others.
+    With `pools` they may have an axis of layers before the others, with `centred` int8 keys and
+    float values.
     """
     k, v = layouts.k_cache, layouts.v_cache
     require_given("k_cache", k)
@@ -491,11 +518,13 @@ def _require_caches(
         require_dtype(name, layout, (*CPU_FLOATS, *_FORMATS), fixes.get(name, ""))
         require_rank(name, layout, axes)
         require_contiguous_rows(name, layout, fixes.get(name, ""))
-    require_same_dtype({"k_cache": k, "v_cache": v})
+    centred = centred and k.dtype.name == "int8" and v.dtype.name in CPU_FLOATS
+    if not centred:
+        require_same_dtype({"k_cache": k, "v_cache": v})
     require_shape("v_cache", v, k.shape, "shaped like k_cache")
     num_blocks, block_size, kv_heads, items = k.shape[-4:]
     head_dim = 2 * items if _FORMATS.get(k.dtype.name) == "int4" else items
-    caches = Caches(num_blocks, block_size, kv_heads, head_dim, k.dtype)
+    caches = Caches(num_blocks, block_size, kv_heads, head_dim, v.dtype, centred)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise error(
             ValueError,
@@ -511,8 +540,8 @@ def _require_caches(
             f"check the axes: caches are ({', '.join(axes.split())})",
         )
     scales = (("k_scales", layouts.k_scales), ("v_scales", layouts.v_scales))
-    for name, layout_or_none in scales:
-        _require_scales(name, layout_or_none, caches, k.shape[:-1], axes, fixes.get(name, ""))
+    for (name, layout_or_none), cache in zip(scales, (k, v), strict=True):
+        _require_scales(name, layout_or_none, cache, axes, fixes.get(name, ""))
     if written:
         for name, layout_or_none in (("k_cache", k), ("v_cache", v), *scales):
             if layout_or_none is not None:
@@ -521,27 +550,22 @@ def _require_caches(
 
 
 def _require_scales(
-    name: str,
-    layout: Layout | None,
-    caches: Caches,
-    shape: tuple[int, ...],
-    cache_axes: str,
-    fix: str,
+    name: str, layout: Layout | None, cache: Layout, cache_axes: str, fix: str
 ) -> None:
-    axes = ", ".join(cache_axes.split()[:-1])
-    if not caches.quantised:
+    axes, shape = ", ".join(cache_axes.split()[:-1]), cache.shape[:-1]
+    if cache.dtype.name not in _FORMATS:
         if layout is None:
             return
         raise error(
             ValueError,
-            f"{name} was given with caches of {caches.dtype.name}",
+            f"{name} was given with caches of {cache.dtype.name}",
             "only caches of int8 and uint8 (two items of 4 bits) have scales",
             "leave it out",
         )
     if layout is None:
         raise error(
             TypeError,
-            f"{name} is None, and the caches have dtype {caches.dtype.name}",
+            f"{name} is None, and the caches have dtype {cache.dtype.name}",
             f"quantised caches have a float32 scale for each token and head, ({axes})",
             f"pass {name}, here of shape {shape}",
         )

@@ -8,12 +8,14 @@ strides.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupyattn.ops.attention.reference.cache_formats import STORED_BITS, dequantise, quantise
 from cupyattn.ops.attention.reference.paged import gathered
+from cupyattn.ops.attention.reference.quantised import quantize_keys
 from cupyattn.ops.norms.reference import norm
 from cupyattn.ops.rope.reference import rotate
 
@@ -54,19 +56,24 @@ def append_kv(
     exact: NDArray[np.floating],
     slot_mapping: np.ndarray,
     scales: NDArray[np.float32] | None = None,
+    centre: NDArray[np.float32] | None = None,
 ) -> None:
     """Write tokens (..., G, D) to their slots (...), rounded or quantised; others are skipped.
 
+    Those with a centre (G, D) are keys, stored as `cupyattn.quantize_keys` does.
     If two tokens have one slot, the later one stays.
     """
     num_blocks, block_size = cache.shape[:2]
     written = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
-    items = exact
+    items: NDArray[Any] = exact
     if not written.all():
         slot_mapping, items = slot_mapping[written], exact[written]
     blocks, places = np.divmod(slot_mapping, max(block_size, 1))
     bits = STORED_BITS.get(cache.dtype.name)
-    if bits is not None:
+    if centre is not None:
+        assert scales is not None
+        items, scales[blocks, places] = quantize_keys(items, centre)
+    elif bits is not None:
         assert scales is not None
         items, scales[blocks, places] = quantise(items, bits)
     with np.errstate(over="ignore"):
