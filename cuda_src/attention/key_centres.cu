@@ -2,23 +2,26 @@
 //
 //   c = (1 / n) sum over i < n of k[i step],   step = max(1, ceil(S / kSamples)),   n = ceil(S / step)
 //
+// Keys are rotated first if there is a TABLE, as in rope/rotate.cu (Su et al., arXiv:2104.09864, equation 34).
 // Softmax is the same for k and k - c (Zhang et al., "SageAttention", arXiv:2410.02367, section 4.2). Items that are not
 // finite count as 0, so that one of them spares the keys of other tokens, and a mean that overflows is 0.
 //
 // Shapes    k (B, S, G, D) with any outer strides, or packed (total, G, D) with cu_seqlens; centre (sequences, G, D)
-//           float32, with any outer strides.
+//           float32, with any outer strides; cos and sin (positions, R/2) of TABLE, which is void without a rotation.
 // Work      a CTA owns kColumns columns of one sequence and head. kLanes neighbouring threads have a part of the
 //           samples: part p has samples p, p + kParts, ... Grid sequences * G * ceil(D / kColumns).
 // Order     fixed, so that NumPy repeats it bit by bit: the samples of a part in their order, then parts 4 w to 4 w + 3
 //           of warp w as (p0 + p1) + (p2 + p3), then the warps in their order. Subnormal numbers are 0.
-// Budget    registers: the loads of kPerPart samples, 16 bytes each (32 for float32); 2 KiB of shared memory.
+// Budget    registers: the loads of kPerPart samples, or of 2 that are rotated, 16 bytes each (32 for float32); 2 KiB of
+//           shared memory.
 // Barriers  one, between the warps' sums and the threads that add them.
 // Edges     a sequence without keys has a centre of zeros. Columns beyond D are neither read nor written.
-#if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(PACKED) || !defined(SHARED_BYTES)
-#error "DTYPE, THREADS, VEC, PACKED and SHARED_BYTES come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(PACKED) || !defined(SHARED_BYTES) || \
+    !defined(TABLE) || !defined(INTERLEAVED)
+#error "DTYPE, THREADS, VEC, PACKED, SHARED_BYTES, TABLE and INTERLEAVED come from a launch-configuration table"
 #endif
 #include "packed_rows.cuh"
-#include "../common/vec.cuh"
+#include "../rope/rotation.cuh"
 
 constexpr int kSamples = 256;
 constexpr int kParts = 32;
@@ -40,15 +43,19 @@ struct CentresParams {
   Strides k;
   int64 centre_batch, centre_head;
   BatchIntegers bounds;
+  HeadRotationParams rotation;
   int32 seq, heads, dim;  // seq is S, or the total of packed keys
   int32 sequences;
 };
 static_assert(sizeof(CentresParams) == CENTRES_PARAMS_BYTES, "its dtype in Python describes another struct");
 
+using Rotation = HeadRotation<TABLE, INTERLEAVED, (VEC > 1)>;
+
 __device__ __forceinline__ float finite(float x) { return fabsf(x) < kInfinity ? x : 0.f; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    key_centres(const DTYPE* k_g, const void* cu_seqlens_g, float* centre_g, const CentresParams params) {
+    key_centres(const DTYPE* k_g, const void* cu_seqlens_g, const TABLE* cos_g, const TABLE* sin_g,
+                const void* positions_g, float* centre_g, const CentresParams params) {
   __shared__ Smem smem_s;
 
   // Phase 1: the columns of this CTA, and the sampled keys of its sequence.
@@ -64,25 +71,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int part = threadIdx.x / kLanes, column = chunk * kColumns + threadIdx.x % kLanes * kItems;
   k_g += (PACKED ? 0 : sequence) * params.k.batch + keys.begin * params.k.seq + head * params.k.head;
 
+  const Rotation rotation = {cos_g, sin_g, positions_g, params.rotation};
+
   // Phase 2: the sum of this thread's part. Samples that do not exist read the last one instead, and count as 0.
   float sum[kItems] = {};
   if (samples > 0 && column < params.dim) {
-    float k[kPerPart][kItems];
-#pragma unroll
+    constexpr int kTogether = Rotation::kThere ? 2 : kPerPart;  // whose loads are in flight
+#pragma unroll kTogether
     for (int i = 0; i < kPerPart; i++) {
       const int sample = min(part + i * kParts, samples - 1);
-      const DTYPE* source = k_g + static_cast<int64>(sample) * step * params.k.seq + column;
+      const int64 token = static_cast<int64>(sample) * step;
+      const DTYPE* key_g = k_g + token * params.k.seq;
+      float k[kItems];
       if constexpr (VEC > 1) {
-        load_vec(k[i], source);
+        load_vec(k, key_g + column);
       } else {
 #pragma unroll
-        for (int item = 0; item < kItems; item++) k[i][item] = to_float(source[min(item, params.dim - 1 - column)]);
+        for (int item = 0; item < kItems; item++) k[item] = to_float(key_g[min(column + item, params.dim - 1)]);
       }
-    }
+      rotation.rotate(k, key_g, column, rotation.position(PACKED ? 0 : sequence, keys.begin + token, token));
 #pragma unroll
-    for (int i = 0; i < kPerPart; i++) {
-#pragma unroll
-      for (int item = 0; item < kItems; item++) sum[item] += part + i * kParts < samples ? finite(k[i][item]) : 0.f;
+      for (int item = 0; item < kItems; item++) sum[item] += part + i * kParts < samples ? finite(k[item]) : 0.f;
     }
   }
 

@@ -15,9 +15,11 @@ from support.search import examples, wider
 
 import cupyattn
 from cupyattn import PagedKVCache, QuantizedKeys, gather, quantize_keys, reference
+from cupyattn.ops.attention import quantized_keys
 from cupyattn.ops.attention.reference.quantised import (
     SAMPLES,
     key_centres,
+    key_positions,
     quantized_keys_bound,
 )
 from cupyattn.ops.attention.reference.quantised import quantize_keys as quantize_keys_reference
@@ -177,6 +179,71 @@ def test_kernels_equal_numpy_bit_by_bit(data):
     assert_equal_to_numpys(k, found, centre, bounds)
 
 
+# dtype, D, R/2, interleaved, dtype of the tables: each is a kernel.
+ROTATIONS = wider(
+    (("float16", 64, 32, False, "float32"), ("float16", 20, 7, True, "float16")),
+    (
+        ("float16", 128, 64, False, "float16"), ("float16", 64, 16, True, "float32"),
+        ("bfloat16", 256, 128, False, "bfloat16"), ("float32", 80, 20, False, "float32"),
+        ("float16", 40, 20, True, "float16"), ("float32", 9, 2, False, "float32"),
+    ),
+)  # fmt: skip
+POSITIONS = 300
+
+
+@pytest.mark.nvrtc
+@examples(10, deep=120)
+@given(st.data())
+def test_rotated_keys_are_within_bounds(data):
+    """Also the centre, the mean of rotated keys, and queries, which are rotated in place."""
+    dtype, dim, half, interleaved, table = data.draw(st.sampled_from(ROTATIONS), "kind")
+    packed = data.draw(st.booleans(), "packed")
+    tokens, seed = (
+        data.draw(st.sampled_from((1, 5, 33, 290)), "tokens"),
+        data.draw(st.integers(0, 99)),
+    )
+    rng = np.random.default_rng(seed)
+    lead = (tokens,) if packed else (2, tokens)
+    k = lay_out(keys_of(*lead, 2, dim, seed=seed, dtype=dtype), data.draw(st.sampled_from(VIEWS)))
+    q = keys_of(*lead, 3, dim, seed=seed + 1, dtype=dtype)
+    bounds = np.array([0, tokens // 3, tokens]) if packed and data.draw(st.booleans()) else None
+    tables = cupyattn.rope_tables(POSITIONS, 2 * half, dtype=table)
+    positions = rng.integers(0, POSITIONS, lead) if data.draw(st.booleans(), "positions") else None
+    places = np.broadcast_to(
+        key_positions(k.shape, bounds) if positions is None else positions, lead
+    )
+    given = rng.standard_normal((2, dim), np.float32) if data.draw(st.booleans(), "given") else None
+    there = [None if x is None else KERNELS.put(x) for x in (k, q, given, bounds, positions)]
+    with KERNELS.running():
+        found = quantize_keys(
+            there[0], q=there[1], centre=there[2], cu_seqlens=there[3], positions=there[4],
+            rotary=cupyattn.Rotary(*map(KERNELS.put, tables), interleaved),
+        )  # fmt: skip
+    keys = QuantizedKeys(*map(KERNELS.get, (found.codes, found.scales, found.centre)))
+    options = {"interleaved": interleaved}
+
+    def of(x: np.ndarray, function: Any, **more: Any) -> np.ndarray:
+        several = x if x.ndim == 4 else x[None]
+        at = places if x.ndim == 4 else places[None]
+        return function(several, *tables, at, **options, **more).reshape(x.shape)
+
+    rotated = of(k, reference.rope)
+    off = of(k, reference.rope_bound, dtype="float32")
+    centre = of_rows(keys, k, bounds)
+    values = reference.dequantise(keys.codes, keys.scales) + centre
+    assert reference.error_ratio(values, rotated, quantized_keys_bound(k, keys.scales) + off) <= 1
+    largest = np.abs(rotated - centre).max(axis=-1) / 127
+    within = off.max(axis=-1) / 127 + 4 * U32 * largest + 2.0**-106
+    assert reference.error_ratio(keys.scales, largest, within) <= 1
+    if given is None:
+        exact = key_centres(rotated.astype(np.float32), bounds)
+        sizes = key_centres(np.abs(rotated).astype(np.float32) * 20 * np.float32(U32), bounds)
+        sizes += key_centres(off.astype(np.float32), bounds)
+        assert reference.error_ratio(keys.centre, exact, 1.01 * sizes) <= 1
+    turned = of(q, reference.rope_bound, dtype=dtype)
+    assert reference.error_ratio(KERNELS.get(there[1]), of(q, reference.rope), turned) <= 1
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("length", [1, 64, 400])
 def test_kernels_write_into_views(length):
@@ -189,6 +256,27 @@ def test_kernels_write_into_views(length):
     with KERNELS.running():
         assert quantize_keys(KERNELS.put(k), out=keys) is keys
     assert_equal_to_numpys(k, keys, None, None)
+
+
+@pytest.mark.nvrtc
+def test_positions_outside_of_the_tables_give_keys_that_are_not_finite(monkeypatch):
+    monkeypatch.setattr(quantized_keys, "checks_values", lambda operands: False)
+    k = KERNELS.put(keys_of(1, 6, 2, 64))
+    positions = KERNELS.put(np.array([[0, 1, -1, 2, 3, 4]]))
+    with KERNELS.running():
+        keys = quantize_keys(k, rotary=cupyattn.rope_tables(3, 64), positions=positions)
+    assert_array_equal(np.isnan(KERNELS.get(keys.scales))[0, :, 0], [0, 0, 1, 0, 1, 1])
+    assert np.isfinite(KERNELS.get(keys.centre)).all()
+
+
+def test_rotated_keys_on_numpy_are_those_of_rope():
+    k = keys_of(2, 9, 2, 16, dtype="float32")
+    tables, q = cupyattn.rope_tables(9, 16), k.copy()
+    found = quantize_keys(k, rotary=tables, q=q)
+    want = quantize_keys(cupyattn.rope(k, *tables))
+    assert np.abs(found.codes.astype(int) - want.codes).max() <= 1
+    np.testing.assert_allclose(found.centre, want.centre, atol=1e-6)
+    assert_array_equal(q, cupyattn.rope(k, *tables))
 
 
 @pytest.mark.nvrtc
@@ -340,6 +428,7 @@ K = keys_of(2, 3, 2, 8)
 PACKED = keys_of(6, 2, 8)
 CODES, SCALES = np.zeros((2, 3, 2, 8), np.int8), np.zeros((2, 3, 2), np.float32)
 CENTRE = np.zeros((2, 8), np.float32)
+TABLES, IDS = np.ones((5, 4), np.float32), np.zeros((2, 3), int)
 ODD = np.zeros(2 * 3 * 2 * 8 + 1, np.int8)[1:].reshape(CODES.shape)
 
 
@@ -364,6 +453,20 @@ ODD = np.zeros(2 * 3 * 2 * 8 + 1, np.int8)[1:].reshape(CODES.shape)
             ValueError,
             "pass cu_seqlens too",
         ),
+        (lambda: quantize_keys(K, q=K), ValueError, "q was given without rotary"),
+        (lambda: quantize_keys(K, positions=IDS), ValueError, "positions was given without"),
+        (lambda: quantize_keys(K, rotary=(TABLES, 1)), TypeError, "sin has type"),
+        (lambda: quantize_keys(K, rotary=2 * (TABLES[:2],)), ValueError, "has 3 keys"),
+        (lambda: quantize_keys(K, rotary=2 * (TABLES[:, :1],), q=PACKED), ValueError, "B, S, H, D"),
+        (lambda: quantize_keys(K, rotary=2 * (TABLES,), q=K[:1].copy()), ValueError, "k's tokens"),
+        (lambda: quantize_keys(K, rotary=2 * (TABLES,), q=K[..., :4]), ValueError, "tokens and D"),
+        (
+            lambda: quantize_keys(K, rotary=2 * (TABLES,), positions=IDS + 5),
+            ValueError,
+            "rotary's tables have rows 0 to 4",
+        ),
+        (lambda: quantize_keys(K, rotary=2 * (TABLES,), positions=IDS[0]), ValueError, "(B, S) or"),
+        (lambda: quantize_keys(K, rotary=2 * (TABLES,), q=K), ValueError, "q overlaps k"),
         (lambda: quantize_keys(K, out=CODES), TypeError, "it is QuantizedKeys"),
         (
             lambda: quantize_keys(K[:1], out=QuantizedKeys(CODES, SCALES, CENTRE)),

@@ -203,7 +203,11 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         ("w",),
         {"format": "nf4", "block_size": None, "rotation": None, "out": None, "workspace": None},
     ),
-    cupyattn.quantize_keys: (("k",), {"centre": None, "cu_seqlens": None, "out": None}),
+    cupyattn.quantize_keys: (
+        ("k",),
+        {"centre": None, "cu_seqlens": None, "rotary": None, "positions": None, "q": None,
+         "out": None},
+    ),
     cupyattn.quantize_rows: (("x",), {"rotation": None, "out": None}),
     cupyattn.dequantize: (("weight",), {"dtype": None, "out": None, "workspace": None}),
     linear_backward: (

@@ -35,7 +35,7 @@ from cupyattn.ops.attention.problem import (
     whole,
 )
 from cupyattn.ops.attention.values import check_values, require_rotary_positions
-from cupyattn.ops.rope.api import checked_rotary
+from cupyattn.ops.rope.api import checked_rotary, require_rotary_tables
 from cupyattn.runtime.arrays import (
     Array,
     Description,
@@ -293,7 +293,7 @@ def _require_valid_option_arrays(problem: AttentionProblem) -> None:
         on_cpu = problem.dtype == np.float64
         require_valid_arrays(problem.functions, problem.layouts, on_cpu=on_cpu)
     if "cos" in layouts:
-        _require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
+        require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
 
 
 def require_heads_options(problem: AttentionProblem) -> None:
@@ -322,22 +322,6 @@ def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, .
             f"{name} has shape {layout.shape}",
             f"it broadcasts to the scores, (B, H, queries, keys) = {scores_shape}",
             f"give it axes of 1 where it does not vary: {name}[:, None, None, :] of (B, keys)",
-        )
-
-
-def _require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
-    for name, table in (("cos", cos), ("sin", sin)):
-        require_dtype(f"rotary's {name}", table, CPU_FLOATS)
-        require_rank(f"rotary's {name}", table, "positions R/2")
-        require_contiguous_rows(f"rotary's {name}", table)
-    require_shape("rotary's sin", sin, cos.shape, "(positions, R/2) like cos")
-    require_same_dtype({"cos": cos, "sin": sin}, ("cos", "sin"))
-    if 2 * cos.shape[1] > head_dim:
-        raise error(
-            ValueError,
-            f"rotary tables of {cos.shape[1]} columns rotate {2 * cos.shape[1]} features",
-            f"at most D = {head_dim} features can be rotated",
-            "make tables of at most D / 2 columns",
         )
 
 

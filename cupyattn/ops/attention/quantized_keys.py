@@ -5,24 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
-from cupyattn.ops.attention.kernels.prepare import (
-    CENTRE_COLUMNS,
-    ITEMS,
-    KEY_THREADS,
-    KEYS,
-    lanes_of,
-    specialise_centres,
-    specialise_keys,
-)
-from cupyattn.ops.attention.params import batch_integers, item_strides
 from cupyattn.ops.attention.reference import quantised as reference
-from cupyattn.ops.attention.structs import CENTRES_PARAMS, KEYS_PARAMS, filled
+from cupyattn.ops.attention.rotary import KeysArrays, KeysProblem, keys_plan
 from cupyattn.ops.attention.values import counts_of
+from cupyattn.ops.rope.api import Rotary, checked_rotary, require_rotary_tables
+from cupyattn.ops.rope.reference import rope
 from cupyattn.runtime import html
 from cupyattn.runtime.arrays import (
     ALIGNMENT,
@@ -31,7 +22,6 @@ from cupyattn.runtime.arrays import (
     Layout,
     Operands,
     adopt,
-    contiguous,
     layouts_of,
     starts_of,
 )
@@ -40,19 +30,23 @@ from cupyattn.runtime.checks import (
     FLOATS,
     INTEGERS,
     Overlaps,
+    fixes_of_results,
     require_contiguous_rows,
     require_dtype,
     require_given,
-    require_item_alignment,
+    require_output,
     require_own_items,
+    require_rank,
+    require_same_dtype,
     require_shape,
     require_whole_item_strides,
 )
 from cupyattn.runtime.errors import RefusalError, error, shown, size_text
-from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
+from cupyattn.runtime.outputs import round_into
+from cupyattn.runtime.plan import Output, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.storage import rows_aligned
-from cupyattn.runtime.value_checks import checks_values
+from cupyattn.runtime.value_checks import checks_values, require_within
 
 MOST_KEY_DIM = 256
 """The largest D of quantised keys."""
@@ -243,58 +237,38 @@ def require_centre(centre: Layout, shape: tuple[int, ...], sequences: int | None
     require_contiguous_rows("centre", centre)
 
 
-@dataclass(slots=True)
-class KeysArrays(Record[T]):
-    """Arrays of a call of quantize_keys; it writes codes and scales, and a centre unless given."""
-
-    SHOWN_AS: ClassVar = MappingProxyType(
-        {"codes": "out.codes", "scales": "out.scales", "centre_out": "out.centre"}
-    )
-
-    k: T
-    cu_seqlens: T | None = None
-    centre: T | None = None
-    centre_out: T | None = None
-    codes: T | None = None
-    scales: T | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class KeysProblem:
-    """A valid call of quantize_keys; equal calls share one object."""
-
-    layouts: KeysArrays[Layout]
-    starts: KeysArrays[int]
-    outputs: dict[str, Output]
-    overlaps: Overlaps
-
-    @property
-    def packed(self) -> bool:
-        """Whether sequences lie one after the other, each with its own centre."""
-        return self.layouts.cu_seqlens is not None
-
-    @property
-    def sequences(self) -> int:
-        """The number of sequences."""
-        shape, bounds = self.layouts.k.shape, self.layouts.cu_seqlens
-        if bounds is not None:
-            return bounds.shape[0] - 1
-        return shape[0] if len(shape) == 4 else 1
-
-
-def keys_problem(operands: Operands[KeysArrays[Array]]) -> KeysProblem:
+def keys_problem(operands: Operands[KeysArrays[Array]], interleaved: bool) -> KeysProblem:
     """Check a call of quantize_keys: its description, unless checked before, and its values."""
-    problem = _described_keys(operands.description)
+    problem = _described_keys(operands.description, interleaved)
     problem.overlaps.check(operands)
-    bounds = operands.arrays.cu_seqlens
-    if bounds is not None and checks_values(operands):
-        total = problem.layouts.k.shape[0]
-        counts_of("cu_seqlens", bounds, total, total, "k")
+    if checks_values(operands):
+        _require_values(problem, operands.arrays)
     return problem
 
 
+def _require_values(problem: KeysProblem, arrays: KeysArrays[Array]) -> None:
+    """Raise ValueError for cu_seqlens and positions that do not fit; a GPU is waited for."""
+    longest = problem.layouts.k.shape[-3]
+    if arrays.cu_seqlens is not None:
+        counts = counts_of("cu_seqlens", arrays.cu_seqlens, longest, longest, "k")
+        longest = int(counts.max(initial=0))
+    if problem.layouts.cos is None:
+        return
+    length = problem.layouts.cos.shape[0]
+    if arrays.positions is not None:
+        fix = "pass longer tables, or other positions"
+        require_within("positions", arrays.positions, length, "rotary's tables have", fix)
+    elif longest > length:
+        raise error(
+            ValueError,
+            f"a sequence has {longest} keys",
+            f"the rotary tables have positions 0 to {length - 1}",
+            "pass longer tables, or positions",
+        )
+
+
 @lru_cache(maxsize=4096)
-def _described_keys(description: Description) -> KeysProblem:
+def _described_keys(description: Description, interleaved: bool) -> KeysProblem:
     layouts = layouts_of(KeysArrays[Layout], description)
     k, bounds, centre = layouts.k, layouts.cu_seqlens, layouts.centre
     require_given("k", k)
@@ -303,6 +277,7 @@ def _described_keys(description: Description) -> KeysProblem:
     require_contiguous_rows("k", k)
     if bounds is not None:
         _require_bounds(bounds, k)
+    _require_rotation(layouts)
     sequences = None if bounds is None else bounds.shape[0] - 1
     batch = k.shape[:1] if len(k.shape) == 4 else () if sequences is None else (sequences,)
     outputs = {"codes": Output(k.shape, _CODES), "scales": Output(k.shape[:-1], _FLOAT32)}
@@ -314,8 +289,34 @@ def _described_keys(description: Description) -> KeysProblem:
         given = getattr(layouts, name)
         if given is not None:
             _require_result(layouts.SHOWN_AS[name], given, output)
-    overlaps = Overlaps.of(layouts, tuple(outputs))
-    return KeysProblem(layouts, starts_of(KeysArrays[int], description), outputs, overlaps)
+    overlaps = Overlaps.of(layouts, (*outputs, "q"))
+    starts = starts_of(KeysArrays[int], description)
+    return KeysProblem(layouts, starts, outputs, overlaps, interleaved and layouts.cos is not None)
+
+
+def _require_rotation(layouts: KeysArrays[Layout]) -> None:
+    k, q, positions = layouts.k, layouts.q, layouts.positions
+    if layouts.cos is None or layouts.sin is None:
+        for name, layout in (("positions", positions), ("q", q)):
+            if layout is not None:
+                raise error(
+                    ValueError,
+                    f"{name} was given without rotary",
+                    "positions and q are for rotations",
+                    f"pass rotary=(cos, sin), or leave {name} out",
+                )
+        return
+    require_rotary_tables(layouts.cos, layouts.sin, k.shape[-1])
+    if positions is not None:
+        require_dtype("positions", positions, INTEGERS)
+        require_shape("positions", positions, k.shape[:-2], "(B, S) or (total,) of k's tokens")
+        require_whole_item_strides("positions", positions)
+    if q is not None:
+        require_same_dtype({"q": q, "k": k})
+        require_rank("q", q, "B S H D" if len(k.shape) == 4 else "total H D")
+        expected = (*k.shape[:-2], q.shape[-2], k.shape[-1])
+        require_shape("q", q, expected, "of k's tokens and D")
+        require_output("q", q, expected, k.dtype)
 
 
 def _require_given_centre(centre: Layout, shape: tuple[int, ...], sequences: int | None) -> None:
@@ -354,68 +355,11 @@ def _require_bounds(bounds: Layout, k: Layout) -> None:
         )
 
 
-_MOST_ROWS = 2**32 - 1 - KEY_THREADS
-"""Rows of lanes of a launch: they are numbered with 32 bits."""
-
-
-@lru_cache(maxsize=4096)
-def keys_plan(problem: KeysProblem) -> Plan:
-    """Plan a call of quantize_keys: the centres unless given, then codes and scales."""
-    layouts, starts = problem.layouts, problem.starts
-    require_item_alignment(given_of(layouts), given_of(starts), layouts.SHOWN_AS)
-    planner = Planner(KeysArrays, layouts, problem.outputs)
-    slots, outputs, k = planner.slots, problem.outputs, layouts.k
-    given = layouts.centre is not None
-    centre = layouts.centre or layouts.centre_out or contiguous(*outputs["centre_out"])
-    centre_slot = slots.centre if given else slots.centre_out
-    places = _token_strides(item_strides(centre)[:-1])
-    heads, dim = k.shape[-2:]
-    common = {
-        "k": _token_strides(item_strides(k)[:-1]),
-        "centre_batch": places[1],
-        "centre_head": places[2],
-        "bounds": batch_integers(layouts.cu_seqlens),
-        "seq": k.shape[-3],
-        "heads": heads,
-        "dim": dim,
-        "sequences": problem.sequences,
-    }
-    whole = dim % ITEMS == 0 and rows_aligned([(k, starts.k)])
-    steps = []
-    if not given:
-        kernel = specialise_centres(k.dtype.name, ITEMS if whole else 1, problem.packed)
-        ctas = problem.sequences * heads * -(-dim // CENTRE_COLUMNS)
-        arrays = slots.k, slots.cu_seqlens, centre_slot
-        steps.append(Step.of(kernel, ctas, arrays, filled(CENTRES_PARAMS, **common)))
-    groups = -(-k.shape[-3] // KEYS)
-    rows = (k.shape[0] if len(k.shape) == 4 else 1) * groups * heads
-    if rows > _MOST_ROWS:
-        raise error(
-            ValueError,
-            f"k has shape {k.shape}",
-            f"a launch has at most {_MOST_ROWS} groups of {KEYS} keys of a head",
-            "split the keys over several calls, with the centre of the first",
-        )
-    params = filled(
-        KEYS_PARAMS,
-        **common,
-        codes=_token_strides(item_strides(layouts.codes or contiguous(*outputs["codes"]))[:-1]),
-        scales=_token_strides(item_strides(layouts.scales or contiguous(*outputs["scales"]))),
-        groups=groups,
-        rows=rows,
-    )
-    whole = whole and rows_aligned([(centre, starts.centre if given else starts.centre_out)])
-    of_each = problem.packed and len(centre.shape) == 3
-    kernel = specialise_keys(k.dtype.name, lanes_of(dim), ITEMS if whole else 1, of_each)
-    ctas = -(-rows // (KEY_THREADS // lanes_of(dim)))
-    written = slots.codes, slots.scales
-    step = Step.of(kernel, ctas, (slots.k, slots.cu_seqlens, centre_slot, *written), params)
-    return planner.plan(*steps, step)
-
-
-def _token_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides of (batch, token, head); packed tokens are one batch element."""
-    return (0, 0, 0, *strides)[-3:]
+_FIXES = {
+    "positions": "pass an int32 array with the position of each token, of shape k.shape[:-2]",
+    "cu_seqlens": "pass numpy.cumsum of the lengths, with a 0 in front",
+    **fixes_of_results("q"),
+}
 
 
 def quantize_keys(
@@ -424,11 +368,15 @@ def quantize_keys(
     *,
     centre: Array | None = None,
     cu_seqlens: Array | None = None,
+    rotary: tuple[Array, Array] | Rotary | None = None,
+    positions: Array | None = None,
+    q: Array | None = None,
     out: QuantizedKeys | None = None,
 ) -> QuantizedKeys:
     r"""Quantise keys to int8 with one scale for each key and head, for attention with int8 scores.
 
-    Letters: B batch, S tokens, G key-value heads, D head dim (1 to 256).
+    The same launch can rotate k and q. Letters: B batch, S tokens, G key-value heads, H query
+    heads, D head dim (1 to 256).
 
     Parameters
     ----------
@@ -443,6 +391,14 @@ def quantize_keys(
         The keys of sequence b are rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]`` of packed keys,
         and each sequence has its own centre (sequences, G, D). Without it packed keys are one
         sequence with a centre (G, D).
+    rotary : Rotary or (cos, sin), optional
+        Tables of cosines and sines (positions, R/2), as of `rope_tables`: the first R features of k
+        are rotated before they are quantised, as `rope` rotates them, with no rounding in between.
+        k itself stays as it is.
+    positions : int32 or int64 array (B, S) or (total,), optional
+        The position of each token: a row of the tables. By default key j of a sequence is at j.
+    q : array (B, S, H, D) or (total, H, D), dtype of k, optional
+        The queries of the same tokens, which are rotated in place. Only with rotary.
     out : QuantizedKeys, optional
         Where to write: keys of the shape of k. A computed centre is written to ``out.centre``; with
         ``centre=``, that is ``out.centre`` itself.
@@ -458,9 +414,10 @@ def quantize_keys(
         For anything that is not an array, NumPy and CuPy arrays mixed, or a dtype or out that is
         not allowed.
     ValueError
-        For shapes and strides that are not allowed, and an out that does not fit, has another
-        centre or overlaps an input. If values are checked (`backend`; NumPy arrays always) for
-        cu_seqlens that fall or reach past k.
+        For shapes and strides that are not allowed, an out that does not fit, has another centre or
+        overlaps an input, and q or positions without rotary. If values are checked (`backend`;
+        NumPy arrays always) for cu_seqlens that fall or reach past k, and for positions outside of
+        the tables. Where values are not checked, a GPU gives such a key the scale NaN.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -478,7 +435,7 @@ def quantize_keys(
     overflows is 0.
 
     Each operation is float32 and correctly rounded, subnormal numbers are 0, and sums have a fixed
-    order: results are equal on every device, bit by bit.
+    order: without rotary results are equal on every device, bit by bit.
 
     Examples
     --------
@@ -496,16 +453,19 @@ def quantize_keys(
     >>> more.codes.ravel().tolist()
     [127, 64]
     """
-    arrays: KeysArrays[Any] = KeysArrays(k, cu_seqlens, centre)
+    arrays: KeysArrays[Any] = KeysArrays(k, cu_seqlens, positions=positions, centre=centre, q=q)
+    interleaved = False
+    if rotary is not None:
+        arrays.cos, arrays.sin, interleaved = checked_rotary(rotary)
     if out is not None:
         _take_keys(arrays, out)
-    operands = adopt(arrays)
-    problem = keys_problem(operands)
+    operands = adopt(arrays, _FIXES)
+    problem = keys_problem(operands, interleaved)
     device = device_of(operands)
     if device is not None:
         run(device, keys_plan(problem), operands)
     else:
-        _quantized_on_cpu(cast("KeysArrays[np.ndarray]", arrays))
+        _quantized_on_cpu(problem, cast("KeysArrays[np.ndarray]", arrays))
     if out is not None:
         return out
     made: Any = arrays
@@ -537,8 +497,23 @@ def _take_keys(arrays: KeysArrays[Any], out: Any) -> None:
         )
 
 
-def _quantized_on_cpu(arrays: KeysArrays[np.ndarray]) -> None:
+def _quantized_on_cpu(problem: KeysProblem, arrays: KeysArrays[np.ndarray]) -> None:
     k, bounds, centre = arrays.k, arrays.cu_seqlens, arrays.centre
+    cos, sin = arrays.cos, arrays.sin
+    if cos is not None and sin is not None:
+        positions = arrays.positions
+        if positions is None:
+            positions = reference.key_positions(k.shape, bounds)
+        for tokens in (k, arrays.q):
+            if tokens is None:
+                continue
+            several = tokens[None] if tokens.ndim == 3 else tokens
+            places = np.broadcast_to(positions, several.shape[:2])
+            turned = rope(several, cos, sin, places, interleaved=problem.interleaved)
+            if tokens is k:
+                k = turned.reshape(k.shape).astype(np.float32)
+            else:
+                round_into(tokens, turned.reshape(tokens.shape), tokens.dtype)
     made: dict[str, np.ndarray] = {}
     if centre is None:
         made["centre_out"] = centre = reference.key_centres(k, bounds)

@@ -1,30 +1,42 @@
-"""Rotary embedding of attention's q and k before its kernels, and of their gradients after them.
+"""Launches before attention's kernels: rotary embedding of q and k, and codes of keys.
 
-Kernels of attention are then those of a call without rotary, whose q and k are scratch memory.
+After a rotation the kernels are those of a call without rotary, whose q and k are scratch memory.
+Gradients of both are rotated after their kernels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
 from cupyattn.ops.attention.kernels import prepare
 from cupyattn.ops.attention.params import (
     AttentionPlanner,
+    batch_integers,
     forward_params,
     item_strides,
     row_strides,
     step_of,
 )
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.structs import ROTARY_PARAMS, filled
+from cupyattn.ops.attention.structs import (
+    CENTRES_PARAMS,
+    HEAD_ROTATION,
+    KEYS_PARAMS,
+    ROTARY_PARAMS,
+    filled,
+)
 from cupyattn.ops.rope.kernels import rope_config, slot_items, specialise_rotation
 from cupyattn.runtime.arrays import Layout, contiguous
-from cupyattn.runtime.checks import require_kernel_dtype
+from cupyattn.runtime.checks import Overlaps, require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import SCRATCH_DTYPE, Step
+from cupyattn.runtime.plan import SCRATCH_DTYPE, Output, Plan, Planner, Step
+from cupyattn.runtime.records import Record, T, given_of
+from cupyattn.runtime.storage import rows_aligned
 
 _MOST_THREADS = 2**32 - 1
 
@@ -163,3 +175,131 @@ def rotation_step(
     places = {"x0": first.source_slot, "x1": last.source_slot}
     places |= {"out0": first.target_slot, "out1": last.target_slot}
     return step_of(kernel, ctas, planner.slots, positions, params, **places)
+
+
+@dataclass(slots=True)
+class KeysArrays(Record[T]):
+    """Arrays of a call of quantize_keys; it writes codes and scales, and a centre unless given."""
+
+    SHOWN_AS: ClassVar = MappingProxyType(
+        {"codes": "out.codes", "scales": "out.scales", "centre_out": "out.centre"}
+    )
+
+    k: T
+    cu_seqlens: T | None = None
+    cos: T | None = None
+    sin: T | None = None
+    positions: T | None = None
+    centre: T | None = None
+    centre_out: T | None = None
+    codes: T | None = None
+    scales: T | None = None
+    q: T | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class KeysProblem:
+    """A valid call of quantize_keys; equal calls share one object."""
+
+    layouts: KeysArrays[Layout]
+    starts: KeysArrays[int]
+    outputs: dict[str, Output]
+    overlaps: Overlaps
+    interleaved: bool
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences."""
+        shape, bounds = self.layouts.k.shape, self.layouts.cu_seqlens
+        if bounds is not None:
+            return bounds.shape[0] - 1
+        return shape[0] if len(shape) == 4 else 1
+
+
+@lru_cache(maxsize=4096)
+def keys_plan(problem: KeysProblem) -> Plan:
+    """Plan a call of quantize_keys: the centres unless given, then codes and scales."""
+    layouts, starts = problem.layouts, problem.starts
+    require_item_alignment(given_of(layouts), given_of(starts), layouts.SHOWN_AS)
+    planner = Planner(KeysArrays, layouts, problem.outputs)
+    slots, outputs, k = planner.slots, problem.outputs, layouts.k
+    given = layouts.centre is not None
+    centre = layouts.centre or layouts.centre_out or contiguous(*outputs["centre_out"])
+    centre_slot = slots.centre if given else slots.centre_out
+    places = _token_strides(item_strides(centre)[:-1])
+    heads, dim = k.shape[-2:]
+    common = {
+        "k": _token_strides(item_strides(k)[:-1]),
+        "centre_batch": places[1],
+        "centre_head": places[2],
+        "bounds": batch_integers(layouts.cu_seqlens),
+        "rotation": _head_rotation(layouts),
+        "seq": k.shape[-3],
+        "heads": heads,
+        "dim": dim,
+        "sequences": problem.sequences,
+    }
+    table, half = "void", 0
+    if layouts.cos is not None:
+        require_kernel_dtype("rotary's cos", layouts.cos.dtype)
+        table, half = layouts.cos.dtype.name, layouts.cos.shape[1]
+    read = (k, starts.k), (layouts.cos, starts.cos), (layouts.sin, starts.sin)
+    turned = 2 * half if problem.interleaved else half
+    whole = dim % prepare.ITEMS == turned % prepare.ITEMS == 0 and rows_aligned(read)
+    packed = layouts.cu_seqlens is not None
+    launch = prepare.KeyLaunch(k.dtype.name, whole, packed, table, problem.interleaved)
+    arrays = slots.k, slots.cu_seqlens, slots.cos, slots.sin, slots.positions, centre_slot
+    steps = []
+    if not given:
+        kernel = prepare.specialise_centres(launch)
+        ctas = problem.sequences * heads * -(-dim // prepare.CENTRE_COLUMNS)
+        steps.append(Step.of(kernel, ctas, arrays, filled(CENTRES_PARAMS, **common)))
+    groups = -(-k.shape[-3] // prepare.KEYS) * (k.shape[0] if len(k.shape) == 4 else 1)
+    q_heads = layouts.q.shape[-2] if layouts.q is not None and half else 0
+    if groups * (heads + q_heads) > _MOST_THREADS - prepare.KEY_THREADS:
+        raise error(
+            ValueError,
+            f"k has shape {k.shape}" + (f", q {layouts.q.shape}" if layouts.q is not None else ""),
+            f"a launch has at most {_MOST_THREADS - prepare.KEY_THREADS} groups of {prepare.KEYS} "
+            "tokens of a head",
+            "split the tokens over several calls, with the centre of the first",
+        )
+    params = filled(
+        KEYS_PARAMS,
+        **common,
+        codes=_token_strides(item_strides(layouts.codes or contiguous(*outputs["codes"]))[:-1]),
+        scales=_token_strides(item_strides(layouts.scales or contiguous(*outputs["scales"]))),
+        q=_token_strides(item_strides(layouts.q)[:-1] if layouts.q is not None else ()),
+        groups=-(-k.shape[-3] // prepare.KEYS),
+        key_rows=groups * heads,
+        rows=groups * (heads + q_heads),
+        q_heads=q_heads,
+    )
+    centre_start = starts.centre if given else starts.centre_out
+    launch = launch._replace(
+        whole=whole and rows_aligned([(centre, centre_start), (layouts.q, starts.q)]),
+        packed=packed and (len(centre.shape) == 3 or bool(half and layouts.positions is None)),
+    )
+    lanes = prepare.lanes_of(dim)
+    ctas = -(-groups * (heads + q_heads) // (prepare.KEY_THREADS // lanes))
+    written = slots.codes, slots.scales, slots.q
+    step = Step.of(prepare.specialise_keys(lanes, launch), ctas, (*arrays, *written), params)
+    return planner.plan(*steps, step)
+
+
+def _head_rotation(layouts: KeysArrays[Layout]) -> tuple[int, ...]:
+    """Return the fields of the C struct HeadRotationParams."""
+    cos, sin, positions = layouts.cos, layouts.sin, layouts.positions
+    if cos is None or sin is None:
+        return (0,) * len(HEAD_ROTATION.names or ())
+    batch, seq, wide = 0, 0, False
+    if positions is not None:
+        batch, seq = (0, *item_strides(positions))[-2:]
+        wide = positions.dtype.itemsize == 8
+    of_tables = item_strides(cos)[0], item_strides(sin)[0], cos.shape[0]
+    return (*of_tables, batch, seq, cos.shape[1], wide)
+
+
+def _token_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides of (batch, token, head); packed tokens are one batch element."""
+    return (0, 0, 0, *strides)[-3:]

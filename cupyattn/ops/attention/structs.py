@@ -156,21 +156,29 @@ ROTARY_STRUCT = StructParameter("rotary", ROTARY_PARAMS, "RotaryParams")
 ROTARY_TABLES = _struct(("cos_stride sin_stride length half", np.int64))
 ROTARY_TABLES_STRUCT = StructParameter("tables", ROTARY_TABLES, "RotaryTables")
 
+# HeadRotationParams in cuda_src/rope/rotation.cuh
+HEAD_ROTATION = _struct(
+    ("cos_stride sin_stride table_length positions_batch positions_seq", np.int64),
+    ("half positions_are_int64", np.int32),
+)
+
 # CentresParams in cuda_src/attention/key_centres.cu
 CENTRES_PARAMS = _struct(
     ("k", TOKEN_STRIDES),
     ("centre_batch centre_head", np.int64),
     ("bounds", _BATCH_INTEGERS),
+    ("rotation", HEAD_ROTATION),
     ("seq heads dim sequences", np.int32),
 )
 CENTRES_STRUCT = StructParameter("params", CENTRES_PARAMS, "CentresParams", (ATTENTION_STRUCT,))
 
 # KeysParams in cuda_src/attention/quantize_keys.cu
 KEYS_PARAMS = _struct(
-    ("k codes scales", TOKEN_STRIDES),
+    ("k codes scales q", TOKEN_STRIDES),
     ("centre_batch centre_head", np.int64),
     ("bounds", _BATCH_INTEGERS),
-    ("groups rows", np.uint32),
-    ("seq heads dim sequences", np.int32),
+    ("rotation", HEAD_ROTATION),
+    ("groups key_rows rows", np.uint32),
+    ("seq heads q_heads dim sequences", np.int32),
 )
 KEYS_STRUCT = StructParameter("params", KEYS_PARAMS, "KeysParams", (ATTENTION_STRUCT,))

@@ -310,22 +310,14 @@ def _formats(dtype: str) -> tuple[str, ...]:
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield specialisations in which every two configurations, dtypes and formats meet."""
     flags = (True, False)
-    axes = STORAGE, range(3), flags, (64, 128, 256), ("void", *STORAGE), _INTEGERS, flags, flags
+    axes = STORAGE, range(4), flags, (64, 128, 256), ("void", *STORAGE), _INTEGERS, flags, flags
     for dtype, kind, whole, head_dim, table, integer, interleaved, normed in pairs(*axes):
         vec = vector_items(dtype) if whole else 1
         # Without a rotation there are no positions, and nothing is paired.
         position, paired = ("int32", False) if table == "void" else (integer, interleaved)
+        cache, centred = (*_formats(dtype), dtype)[kind], kind == 3
         launch = AppendLaunch(
-            dtype, _formats(dtype)[kind], head_dim, vec, integer, table, position, paired, normed
-        )
-        for config in dict.fromkeys(append_config(arch, heads, launch.chunks) for heads in (1, 4)):
-            yield specialise_append(config, launch)
-    of_codes = STORAGE, flags, (64, 128, 256), ("void", *STORAGE), flags, flags
-    for dtype, whole, head_dim, table, interleaved, normed in pairs(*of_codes):
-        vec = vector_items(dtype) if whole else 1
-        paired = interleaved and table != "void"
-        launch = AppendLaunch(
-            dtype, dtype, head_dim, vec, "int32", table, "int32", paired, normed, centred=True
+            dtype, cache, head_dim, vec, integer, table, position, paired, normed, centred
         )
         for config in dict.fromkeys(append_config(arch, heads, launch.chunks) for heads in (1, 4)):
             yield specialise_append(config, launch)

@@ -25,9 +25,20 @@ from cupyattn.ops.rope.reference import (
     RopeScaling,
     YarnScaling,
 )
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array, Layout, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import fixes_of_results, integer, real, require_bool
+from cupyattn.runtime.checks import (
+    CPU_FLOATS,
+    fixes_of_results,
+    integer,
+    real,
+    require_bool,
+    require_contiguous_rows,
+    require_dtype,
+    require_rank,
+    require_same_dtype,
+    require_shape,
+)
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.outputs import float_dtype, require_grads, round_into
@@ -76,6 +87,23 @@ def checked_rotary(rotary: Any) -> Rotary:
     tables = Rotary(*rotary)
     require_bool("rotary's interleaved", tables.interleaved)
     return tables._replace(interleaved=bool(tables.interleaved))
+
+
+def require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
+    """Raise unless a function's tables fit each other and heads of D features."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_dtype(f"rotary's {name}", table, CPU_FLOATS)
+        require_rank(f"rotary's {name}", table, "positions R/2")
+        require_contiguous_rows(f"rotary's {name}", table)
+    require_shape("rotary's sin", sin, cos.shape, "(positions, R/2) like cos")
+    require_same_dtype({"cos": cos, "sin": sin})
+    if 2 * cos.shape[1] > head_dim:
+        raise error(
+            ValueError,
+            f"rotary tables of {cos.shape[1]} columns rotate {2 * cos.shape[1]} features",
+            f"at most D = {head_dim} features can be rotated",
+            "make tables of at most D / 2 columns",
+        )
 
 
 @overload

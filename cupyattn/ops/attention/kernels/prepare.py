@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any, NamedTuple
 
 from cupyattn.ops.attention.kernels.parameters import PACKED, POSITIONS
 from cupyattn.ops.attention.structs import (
@@ -39,16 +40,22 @@ VARLEN = KernelSpec(
 CENTRES = KernelSpec(
     "key_centres",
     "attention/key_centres.cu",
-    (*inputs("k"), *inputs("cu_seqlens", optional=True), Pointer("centre"), CENTRES_STRUCT),
+    (
+        *inputs("k"),
+        *inputs("cu_seqlens", "cos", "sin", "positions", optional=True),
+        Pointer("centre"),
+        CENTRES_STRUCT,
+    ),
 )
 QUANTIZE_KEYS = KernelSpec(
     "quantize_keys",
     "attention/quantize_keys.cu",
     (
         *inputs("k"),
-        *inputs("cu_seqlens", optional=True),
+        *inputs("cu_seqlens", "cos", "sin", "positions", optional=True),
         *inputs("centre"),
         *map(Pointer, ("codes", "scales")),
+        Pointer("q", optional=True),
         KEYS_STRUCT,
     ),
 )
@@ -60,37 +67,57 @@ KEY_THREADS = 128
 KERNELS = (DENSE, VARLEN, CENTRES, QUANTIZE_KEYS)
 
 
+class KeyLaunch(NamedTuple):
+    """Options of specialisations of both kernels of keys."""
+
+    dtype: str
+    whole: bool
+    """Whether a load has 8 items."""
+    packed: bool
+    """Whether each token's sequence is looked up."""
+    table: str = "void"
+    """Dtype of the cosines and sines; void without a rotation."""
+    interleaved: bool = False
+
+    @property
+    def macros(self) -> dict[str, Any]:
+        """The macros that both have."""
+        return {
+            "DTYPE": self.dtype,
+            "VEC": ITEMS if self.whole else 1,
+            "PACKED": cpp_bool(self.packed),
+            "TABLE": self.table,
+            "INTERLEAVED": cpp_bool(self.interleaved),
+        }
+
+
 @cache
-def specialise_centres(dtype: str, vec: int, packed: bool) -> Specialisation:
-    """Specialise the kernel that computes centres; `vec` is 1 or 8 items of a load."""
+def specialise_centres(launch: KeyLaunch) -> Specialisation:
+    """Specialise the kernel that computes centres."""
     return CENTRES.specialise(
         threads=_CENTRE_THREADS,
         static_shared_bytes=_CENTRE_THREADS // WARP_SIZE * CENTRE_COLUMNS * FLOAT_BYTES,
         gates=Gates(registers=128),
         reason=f"a CTA adds {CENTRE_COLUMNS} columns of 256 keys, with all loads in flight",
-        DTYPE=dtype,
-        VEC=vec,
-        PACKED=cpp_bool(packed),
+        **launch.macros,
     )
 
 
 @cache
-def specialise_keys(dtype: str, lanes: int, vec: int, packed: bool) -> Specialisation:
-    """Specialise the kernel that writes codes; `packed` if each sequence has its own centre."""
+def specialise_keys(lanes: int, launch: KeyLaunch) -> Specialisation:
+    """Specialise the kernel that writes codes."""
     return QUANTIZE_KEYS.specialise(
         threads=KEY_THREADS,
-        gates=Gates(registers=96),
+        gates=Gates(registers=72 if launch.table == "void" else 128),
         reason=f"{lanes} lanes have {KEYS} keys of a head, and read their centre once",
-        DTYPE=dtype,
         LANES=lanes,
-        VEC=vec,
-        PACKED=cpp_bool(packed),
+        **launch.macros,
     )
 
 
 def lanes_of(dim: int) -> int:
-    """Return the lanes that share a key: a power of two."""
-    return 1 << (-(-dim // ITEMS) - 1).bit_length()
+    """Return the lanes that share a key: a power of two, at least as many as they have keys."""
+    return max(1 << (-(-dim // ITEMS) - 1).bit_length(), KEYS)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
@@ -100,7 +127,12 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for dtype, limit, whole, table, spec, interleaved, accumulate in pairs(*axes):
         vec = vector_items(dtype) if whole else 1
         yield specialise_rotation(spec, rows[limit], dtype, vec, table, interleaved, accumulate)
-    for dtype, whole, packed in pairs(STORAGE, flags, flags):
-        yield specialise_centres(dtype, ITEMS if whole else 1, packed)
-    for dtype, dim, whole, packed in pairs(STORAGE, (64, 128, 256), flags, flags):
-        yield specialise_keys(dtype, lanes_of(dim), ITEMS if whole else 1, packed)
+    tables = ("void", *STORAGE)
+    for dtype, whole, packed, table, interleaved in pairs(STORAGE, flags, flags, tables, flags):
+        paired = interleaved and table != "void"
+        yield specialise_centres(KeyLaunch(dtype, whole, packed, table, paired))
+    for dtype, dim, whole, packed, table, interleaved in pairs(
+        STORAGE, (64, 128, 256), flags, flags, tables, flags
+    ):
+        paired = interleaved and table != "void"
+        yield specialise_keys(lanes_of(dim), KeyLaunch(dtype, whole, packed, table, paired))

@@ -267,6 +267,26 @@ def _centre(k: NDArray[Any]) -> Float32:
         return np.where(np.isfinite(mean), mean, np.float32(0))
 
 
+def _sequences(total: int, cu_seqlens: NDArray[Any]) -> NDArray[Any]:
+    """Return the sequence of each packed row; rows of none belong to the nearest."""
+    begins = np.clip(cu_seqlens[:-1], 0, total)
+    return np.maximum(np.searchsorted(begins, np.arange(total), side="right") - 1, 0)
+
+
+def key_positions(shape: tuple[int, ...], cu_seqlens: NDArray[Any] | None = None) -> NDArray[Any]:
+    """Return the place of each key in its sequence, (S,) or (total,).
+
+    Examples
+    --------
+    >>> key_positions((5, 2, 8), np.array([0, 2, 5]))
+    array([0, 1, 0, 1, 2])
+    """
+    places = np.arange(shape[-3])
+    if cu_seqlens is None or not len(places):
+        return places
+    return places - np.clip(cu_seqlens, 0, len(places))[_sequences(len(places), cu_seqlens)]
+
+
 def quantize_keys(
     k: NDArray[Any], centre: Float32, cu_seqlens: NDArray[Any] | None = None
 ) -> tuple[NDArray[np.int8], Float32]:
@@ -288,9 +308,7 @@ def quantize_keys(
         if cu_seqlens is None or k.ndim == 4:
             centre = centre[:, None]
         else:
-            begins = np.clip(cu_seqlens[:-1], 0, len(k))
-            of_rows = np.searchsorted(begins, np.arange(len(k)), side="right") - 1
-            centre = centre[np.maximum(of_rows, 0)]
+            centre = centre[_sequences(len(k), cu_seqlens)]
     with np.errstate(all="ignore"):
         v = flushed(flushed(widened(k)) - flushed(centre))
         absmax = np.abs(v).max(axis=-1, initial=0)
