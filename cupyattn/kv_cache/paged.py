@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.functions import copy_blocks
+from cupyattn.functions import QuantizedKeys, copy_blocks
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_copies, as_count, uncopied
 from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.steps import CacheSteps
-from cupyattn.kv_cache.storage import Storage, as_format, require_library
+from cupyattn.kv_cache.storage import FORMATS, Storage, as_format, require_library
 from cupyattn.runtime import html
 from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.errors import error, shown, size_text
 from cupyattn.runtime.fork import no_fork
 
@@ -192,6 +193,9 @@ class PagedKVCache(CacheSteps):
         How they are kept; a NumPy dtype of such a name will do. "int8" and "int4" are quantised by
         `append`, with a float32 scale for each token and head, and dequantised in the kernel;
         "int4" stores two numbers in a byte, so D must be even.
+    int8_keys : bool
+        Keep keys as `QuantizedKeys`, for attention with int8 scores: codes of their differences
+        from ``k_centre``, with a scale for each token and head. Values have dtype, one of floats.
     xp : module
         numpy or cupy: whose arrays they are. CuPy's are on the current device.
     prefix_caching, watermark, num_host_blocks : optional
@@ -205,7 +209,12 @@ class PagedKVCache(CacheSteps):
         The pools; ``cache.k[layer]`` is the k_cache of `paged_attention`. Of "int4" they are uint8
         with ``D // 2`` bytes in the last axis.
     k_scales, v_scales : float32 array (num_layers, num_blocks, block_size, G), or None
-        Only of "int8" and "int4".
+        Only of "int8" and "int4"; with int8_keys k_scales alone.
+    k_centre : float32 array (num_layers, G, D), or None
+        Only with int8_keys: the centre of each layer's keys, zeros at first. Before the first
+        `append` set it to that of typical keys, for example of a prompt,
+        ``cache.k_centre[layer] = quantize_keys(k).centre[0]``. Sequences share blocks, and so this
+        centre; keys that were stored keep theirs, so it does not change while blocks are in use.
 
     Raises
     ------
@@ -248,11 +257,21 @@ class PagedKVCache(CacheSteps):
         *,
         dtype: object,
         xp: ModuleType,
+        int8_keys: bool = False,
         prefix_caching: bool = False,
         watermark: int = 0,
         num_host_blocks: int = 0,
     ) -> None:
         form = as_format(dtype)
+        require_bool("int8_keys", int8_keys)
+        if int8_keys and form.scaled:
+            raise error(
+                ValueError,
+                f"got int8_keys=True with dtype = {shown(dtype)}",
+                "values of a cache with int8 keys are floats",
+                'pass dtype="float16", or leave int8_keys out',
+            )
+        of_keys = FORMATS["int8"] if int8_keys else form
         require_library(xp)
         num_layers = as_count("num_layers", num_layers, 1)
         num_kv_heads = as_count("num_kv_heads", num_kv_heads, 1)
@@ -293,12 +312,17 @@ class PagedKVCache(CacheSteps):
             self.allocator.num_host_blocks,
             (block_size, num_kv_heads, head_dim),
             xp,
+            of_keys,
         )
         arrays = self._storage.device
         self.k: Array = arrays["k"]
         self.v: Array = arrays["v"]
         self.k_scales: Array | None = arrays.get("k_scales")
         self.v_scales: Array | None = arrays.get("v_scales")
+        self.k_centre: Array | None = None
+        if int8_keys:
+            self.k_centre = xp.zeros((num_layers, num_kv_heads, head_dim), np.float32)
+            arrays = {**arrays, "k_centre": self.k_centre}
         self._layers = [
             {name: array[layer] for name, array in arrays.items()} for layer in range(num_layers)
         ]
@@ -312,7 +336,7 @@ class PagedKVCache(CacheSteps):
         layers, blocks, size, heads, _ = self.k.shape
         return (
             f"<PagedKVCache of {blocks} blocks of {size} tokens in {layers} layers, {heads} heads, "
-            f"{self._dtype}, {self.nbytes:,} bytes>"
+            f"{self._kept}, {self.nbytes:,} bytes>"
         )
 
     def _repr_html_(self) -> str:
@@ -320,7 +344,7 @@ class PagedKVCache(CacheSteps):
         counted = self.statistics()
         known = {
             "blocks": f"{blocks:,} of {size} tokens, in each of {layers} layers",
-            "keys and values": f"{heads} heads in {self._dtype}",
+            "keys and values": f"{heads} heads in {self._kept}",
             "size": size_text(self.nbytes) + (" on the GPU" if self._xp is not np else ""),
             "empty slots in used blocks": f"{counted.fragmentation:.1%}",
             "tokens found cached": f"{counted.prefix_hit_rate:.1%}",
@@ -334,6 +358,10 @@ class PagedKVCache(CacheSteps):
         return self._dtype
 
     @property
+    def _kept(self) -> str:
+        return self._dtype + ("" if self.k_centre is None else " with int8 keys")
+
+    @property
     def nbytes(self) -> int:
         """The size of the pools with their scales, in bytes."""
         return self._storage.nbytes
@@ -342,6 +370,24 @@ class PagedKVCache(CacheSteps):
         """Return k_scales and v_scales of a layer as keyword arguments; none of a float cache."""
         arrays = self._layer(layer)
         return {name: array for name, array in arrays.items() if name.endswith("scales")}
+
+    def keys(self, layer: int) -> QuantizedKeys:
+        """Return the pool of a layer's keys: codes, scales and centre, no copies.
+
+        Raises
+        ------
+        ValueError
+            If the cache keeps keys in its dtype.
+        """
+        arrays = self._layer(layer)
+        if "k_centre" not in arrays:
+            raise error(
+                ValueError,
+                f"got keys({layer}) of a cache that keeps keys in {self._dtype}",
+                "only caches with int8_keys=True have QuantizedKeys",
+                "take k[layer], or make the cache with int8_keys=True",
+            )
+        return QuantizedKeys(arrays["k"], arrays["k_scales"], arrays["k_centre"])
 
     def copy(self, copies: Iterable[Copy], /) -> None:
         """Copy blocks in all layers, as `Sequence.append` returned them, in the order of the calls.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.functions import RMSNorm, append_kv, paged_attention
+from cupyattn.functions import QuantizedKeys, RMSNorm, append_kv, paged_attention
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.sequence import Sequence
@@ -164,6 +164,7 @@ class CacheSteps:
             k_norm=k_norm,
             k_scales=arrays.get("k_scales"),
             v_scales=arrays.get("v_scales"),
+            k_centre=arrays.get("k_centre"),
         )
 
     def attend(self, layer: int, q: Array, tables: StepTables, /, **options: object) -> Any:
@@ -289,13 +290,17 @@ def _attend(
     slopes: Any = options.get("alibi_slopes")
     if len(getattr(slopes, "shape", ())) == 2:
         options = {**options, "alibi_slopes": slopes[rows]}
+    keys: Any = arrays["k"]
+    if "k_centre" in arrays:
+        keys = QuantizedKeys(arrays["k"], arrays["k_scales"], arrays["k_centre"])
+    else:
+        options = {**options, "k_scales": arrays.get("k_scales")}
     return paged_attention(
         q,
-        arrays["k"],
+        keys,
         arrays["v"],
         tables.block_table[rows],
         tables.seqlens_k[rows],
-        k_scales=arrays.get("k_scales"),
         v_scales=arrays.get("v_scales"),
         **options,
     )

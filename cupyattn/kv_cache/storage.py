@@ -74,6 +74,8 @@ def require_library(xp: ModuleType) -> None:
 class Storage:
     """Keys, values and scales by name, with axes (layer, block, slot, ...) on both sides.
 
+    The format of keys may be another one than that of values.
+
     In memory the slots of a head lie side by side: a step of decoding then reads whole sectors of
     the scales of integers, of which it wants one head's at a time. On an H200 that is 1 to 18 %
     faster (2026-11-22, `benchmark decode --cache float int8 int4` with either layout). The blocks
@@ -89,15 +91,15 @@ class Storage:
         num_host_blocks: int,
         slots: tuple[int, int, int],
         xp: ModuleType,
+        of_keys: CacheFormat,
     ) -> None:
         block_size, heads, head_dim = slots
-        item, on_gpu = dtype_of(form.item), xp.__name__ != "numpy"
-        of_block: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-            "k": ((heads, block_size, head_dim // form.packed), item)
-        }
-        if form.scaled:
-            of_block["k_scales"] = ((heads, block_size), np.dtype(np.float32))
-        of_block |= {name.replace("k", "v", 1): each for name, each in of_block.items()}
+        on_gpu = xp.__name__ != "numpy"
+        of_block: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+        for name, each in (("k", of_keys), ("v", form)):
+            of_block[name] = (heads, block_size, head_dim // each.packed), dtype_of(each.item)
+            if each.scaled:
+                of_block[f"{name}_scales"] = (heads, block_size), np.dtype(np.float32)
         self._xp = xp
         self._on_gpu = on_gpu
         self.device: dict[str, Array] = {}

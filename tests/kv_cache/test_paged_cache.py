@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.block_model import content
-from support.devices import CUPY, KERNELS, NUMPY, dtype_of
+from support.devices import CUPY, EMULATED, KERNELS, NUMPY, dtype_of
 from support.search import examples, mostly_deep
 
 import cupyattn
-from cupyattn import BlockAllocator, Copy, OutOfBlocksError, PagedKVCache, reference
+from cupyattn import BlockAllocator, Copy, OutOfBlocksError, PagedKVCache, quantize_keys, reference
 from cupyattn.kv_cache import storage
 from cupyattn.ops.attention.reference.cache_formats import STORED_BITS
 
@@ -274,6 +274,51 @@ def test_the_arrays(dtype):
     assert (cache.allocator.num_host_blocks, cache.allocator.num_blocks) == (2, 5)
 
 
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("side", [NUMPY, EMULATED], ids=str)
+def test_int8_keys_and_float_values(side):
+    """Codes of what is appended, with each layer's centre; copies and host memory have them too."""
+    cache = PagedKVCache(
+        LAYERS, 6, 16, HEADS, 8, dtype="float16", int8_keys=True, num_host_blocks=3, xp=np
+    )
+    assert "float16 with int8 keys" in repr(cache)
+    assert (cache.k.dtype, cache.v.dtype, cache.v_scales) == (np.int8, np.float16, None)
+    assert cache.nbytes == LAYERS * 6 * 16 * HEADS * (8 + 16 + 4)
+    k, v = np.random.default_rng(0).standard_normal((2, 20, HEADS, 8)).astype(np.float16) + 3
+    sequence = cache.allocator.add(range(20))
+    assert cache.k_centre is not None
+    for layer in range(LAYERS):
+        cache.k_centre[layer] = (layer + 1) * quantize_keys(k).centre
+    tables = cache.step_tables([sequence], 20)
+    fork = sequence.fork()
+    copies = fork.append([1])
+    with side.running():
+        for layer in range(LAYERS):
+            cache.append(layer, k, v, tables)
+        cache.copy(copies)
+    for back in range(2):
+        for each in (sequence, fork):
+            for layer in range(LAYERS):
+                keys, blocks = cache.keys(layer), list(each.block_ids)
+                want = quantize_keys(k, centre=keys.centre)
+                codes = keys.codes[blocks].reshape(-1, HEADS, 8)[:20]
+                assert np.array_equal(codes, want.codes)
+                assert np.array_equal(keys.scales[blocks].reshape(-1, HEADS)[:20], want.scales)
+                assert np.array_equal(cache.v[layer][blocks].reshape(-1, HEADS, 8)[:20], v)
+        if not back:
+            fork.free()
+            out = sequence.swap_out()
+            cache.copy_to_host(out)
+            cache.k[:] = cache.v[:] = 0
+            cache.copy_from_host(sequence.swap_in())
+            fork = sequence
+
+
+def test_other_caches_have_no_int8_keys():
+    with pytest.raises(ValueError, match="int8_keys=True"):
+        PagedKVCache(**BASE).keys(0)
+
+
 @pytest.mark.parametrize("layer", [-1, LAYERS, 1.0, None])
 def test_layers_that_are_not_there_are_refused(layer):
     known = KnownCache("int8")
@@ -347,6 +392,8 @@ def test_statistics():
         ({"watermark": 4}, ValueError, "watermark = 4"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks = -1"),
         ({"prefix_caching": 1}, TypeError, "prefix_caching = 1"),
+        ({"int8_keys": 1}, TypeError, "int8_keys = 1"),
+        ({"int8_keys": True, "dtype": "int8"}, ValueError, "int8_keys=True with dtype = 'int8'"),
     ],
 )
 def test_bad_caches_are_refused(changes, kind, passed):
