@@ -52,7 +52,9 @@ struct BlockTile {
 
 // How much a part sees of a tile, without a block mask.
 __device__ __forceinline__ uint32 state_of(int, int) { return kFull; }
+__device__ __forceinline__ uint32 states_of(int) { return kAllFull; }
 __device__ __forceinline__ uint32 state_of(const BlockTile& tile, int part) { return tile.state(part); }
+__device__ __forceinline__ uint32 states_of(const BlockTile& tile) { return tile.states; }
 
 // The tiles of a list that a window leaves, `begin` to `end`, by their numbers: first those that need a mask
 // (key_loop.cuh explains why), the partial ones and the full ones outside `full_begin` to `full_end`, which it cuts.

@@ -14,3 +14,9 @@ struct CtaBarrier {
 __device__ __forceinline__ void bar_sync(int identifier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(identifier), "r"(threads) : "memory");
 }
+
+// `bar.arrive`: count as one of the threads that a bar_sync of others waits for, and go on. They can then read what
+// this thread wrote to shared memory before it.
+__device__ __forceinline__ void bar_arrive(int identifier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(identifier), "r"(threads) : "memory");
+}

@@ -29,8 +29,8 @@ struct SwizzledTile {
 };
 
 // A lane's address for ldmatrix, which reads 8 rows of up to four chunks of a tile. Chunks form groups of four. The
-// last group may have fewer, and lanes without a chunk of their own use the last one. A warp that reads a part of the
-// columns counts groups from `first_group` on, and its tile has whole groups.
+// last group may have fewer, and lanes without a chunk of their own use the last one. Groups are counted from
+// `first_chunk`, a multiple of four.
 template <typename Tile>
 struct FragmentAddress {
   static constexpr int kWholeGroups = Tile::kChunks / 4;
@@ -38,8 +38,8 @@ struct FragmentAddress {
   uint32 even, odd;  // addresses of groups 0 and 1: with three XOR bits the swizzle depends on the parity
   uint32 tail;
 
-  __device__ __forceinline__ FragmentAddress(int first_group = 0) {
-    const uint32 row = lane_index() % 8, chunk = first_group * 4 + lane_index() / 8;
+  __device__ __forceinline__ FragmentAddress(uint32 first_chunk = 0) {
+    const uint32 row = lane_index() % 8, chunk = first_chunk + lane_index() / 8;
     even = Tile::offset(row, chunk);
     odd = Tile::kXorBits == 3 ? Tile::offset(row, chunk + 4) : even + 4 * kChunkBytes;
     const uint32 last = Tile::kChunks - 1;

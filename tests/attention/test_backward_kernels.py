@@ -66,6 +66,38 @@ def test_flash_within_bounds_of_the_reference(head_dims, deterministic, data):
     check(data.draw(problems), "flash", deterministic=deterministic)
 
 
+# More columns than the registers of a warp hold: all warps share them, in slices of 96 or 128.
+SHARED_HEAD_DIMS = [(264, 320), *deep(*((pair,) for pair in ((257, 512), (320, 257), (384, 384),
+                                                           (500, 264), (512, 500), (8, 512))))]  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dims", SHARED_HEAD_DIMS, ids=str)
+@examples(2, deep=12)
+@given(data=st.data())
+def test_columns_shared_by_warps_within_bounds_of_the_reference(head_dims, deterministic, data):
+    problems = attention_problems(
+        head_dims=(head_dims,), dtypes=("float16",), options=RUN_TIME_OPTIONS, largest=80, **FRUGAL
+    )
+    check(data.draw(problems), "flash", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, *deep(True)])
+@examples(2, deep=16)
+@given(
+    problem=attention_problems(
+        head_dims=wider([(264, 320)], [(512, 384), (72, 512)]),
+        dtypes=("float16",),
+        options=RUN_TIME_OPTIONS,
+        option_sets=wider(*EITHER_HALF[0]),
+        largest=80,
+        **FRUGAL,
+    )
+)
+def test_options_with_columns_shared_by_warps_within_bounds(deterministic, problem):
+    check(problem, "flash", deterministic=deterministic)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @examples(4, deep=16)
 @given(

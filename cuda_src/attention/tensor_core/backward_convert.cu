@@ -19,7 +19,7 @@ struct Traits {
   static constexpr int kThreads = THREADS;
   static constexpr int kChunks = div_up(kHeadDim, kChunkItems);
   static constexpr int kUnits = kRowPad * kChunks;  // of 8 columns of a row
-  static_assert(kHeadDim >= 1 && kHeadDim <= 256, "head dims are 1 to 256");
+  static_assert(kHeadDim >= 1 && kHeadDim <= 512, "head dims are 1 to 512");
 };
 
 // kRowPad rows of the scratch from `from_row` on to rows `first_row` on of the array, as far as there are `rows` in

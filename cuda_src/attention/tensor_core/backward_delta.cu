@@ -8,7 +8,7 @@
 //
 // Shapes    BackwardParams (backward_params.cuh), which also describes the statistics, or VarlenBackwardParams:
 //           packed sequences (sequences.cuh), each found by its warp, 32 at a time; sizes (CTAs, 2).
-// Work      ROW_LANES lanes own one row, each 8 columns of it; grid B * H * rows_padded / (THREADS / ROW_LANES), at
+// Work      ROW_LANES lanes own one row, each 8 columns of it (16 of more than 256); grid B * H * rows_padded / (THREADS / ROW_LANES), at
 //           least 1, and after that B * G * keys_padded / (THREADS / ROW_LANES) (packed: without B). The scratch to be
 //           zeroed is spread over the grid.
 // Budget    a float per warp of shared memory; about 40 registers. Reads out, dout and V once.
@@ -27,26 +27,33 @@ struct Traits {
   static constexpr int kThreads = THREADS;
   static constexpr int kRowLanes = ROW_LANES;
   static constexpr int kRows = kThreads / kRowLanes;
-  static_assert(kHeadDimV >= 1 && kHeadDimV <= kRowLanes * kChunkItems, "a lane owns one chunk");
+  static constexpr int kLaneChunks = div_up(kHeadDimV, kRowLanes * kChunkItems);
+  static_assert(kHeadDimV >= 1 && kHeadDimV <= 512, "head dims are 1 to 512");
   static_assert(kThreads % kRowLanes == 0 && kRowPad % kRows == 0, "a CTA's rows belong to one head");
 };
 
-// The thread's chunk of a row; zeros where it has none.
-struct Chunk {
-  float items[kChunkItems] = {};
+// The thread's chunks of a row; zeros where it has none.
+struct Chunks {
+  float items[Traits::kLaneChunks][kChunkItems] = {};
 
-  __device__ __forceinline__ Chunk(const DTYPE* row_g, bool exists) {
-    const int chunk = threadIdx.x % Traits::kRowLanes;
-    if (!exists || chunk * kChunkItems >= Traits::kHeadDimV) return;
-    const uint4 quad = load_chunk<HEAD_DIM_V, VEC>(row_g + chunk * kChunkItems, chunk);
-    load_vec(items, reinterpret_cast<const DTYPE*>(&quad));
+  __device__ __forceinline__ Chunks(const DTYPE* row_g, bool exists) {
+#pragma unroll
+    for (int i = 0; i < Traits::kLaneChunks; i++) {
+      const int chunk = threadIdx.x % Traits::kRowLanes + i * Traits::kRowLanes;
+      if (!exists || chunk * kChunkItems >= Traits::kHeadDimV) return;
+      const uint4 quad = load_chunk<HEAD_DIM_V, VEC>(row_g + chunk * kChunkItems, chunk);
+      load_vec(items[i], reinterpret_cast<const DTYPE*>(&quad));
+    }
   }
 
   // The product of the whole rows, by the lanes that share them.
-  __device__ __forceinline__ float product(const Chunk& other) const {
+  __device__ __forceinline__ float product(const Chunks& other) const {
     float sum = 0.f;
 #pragma unroll
-    for (int e = 0; e < kChunkItems; e++) sum = __fmaf_rn(items[e], other.items[e], sum);
+    for (int i = 0; i < Traits::kLaneChunks; i++) {
+#pragma unroll
+      for (int e = 0; e < kChunkItems; e++) sum = __fmaf_rn(items[i][e], other.items[i][e], sum);
+    }
     return warp_reduce<Sum, Traits::kRowLanes>(sum);
   }
 };
@@ -69,8 +76,8 @@ struct Arrays {
 __device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, const Arrays& arrays, int batch,
                                                   int head, int row, bool exists, uint32 to_row) {
   const AttentionParams& attention = params.attention;
-  const Chunk dout(head_rows(arrays.dout_g, params.dout, batch, head, row), exists);
-  float sum = Chunk(head_rows(arrays.out_g, attention.out, batch, head, row), exists).product(dout);
+  const Chunks dout(head_rows(arrays.dout_g, params.dout, batch, head, row), exists);
+  float sum = Chunks(head_rows(arrays.out_g, attention.out, batch, head, row), exists).product(dout);
   const float square = kNarrowRange<DTYPE> ? dout.product(dout) : 0.f;
   Sizes sizes;
   if (threadIdx.x % Traits::kRowLanes != 0) return sizes;
@@ -95,7 +102,7 @@ __device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, 
 
 // The sizes of a key's row of V, if it is in use.
 __device__ __forceinline__ Sizes value_sizes(const DTYPE* row_g, bool in_use) {
-  const Chunk v(row_g, in_use);
+  const Chunks v(row_g, in_use);
   Sizes sizes;
   sizes.take_square(v.product(v));
   return sizes;

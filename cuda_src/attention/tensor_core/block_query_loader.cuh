@@ -4,9 +4,9 @@
 #include "../block_query_loop.cuh"
 #include "query_loader.cuh"
 
-template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies>
-struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies> {
-  using Base = QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies>;
+template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies, int kParts>
+struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies, kParts> {
+  using Base = QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies, kParts>;
   using Base::kTileQ, Base::head, Base::tile, Base::left, Base::params;
   using Loop = BlockQueryLoop<kTileQ>;
 
@@ -62,6 +62,21 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCo
               params.dout);
   }
 
+  template <bool kOfQ, int kPart>
+  __device__ __forceinline__ void fetch_part() {
+    if (kPart == 0) after_next = blocks.take();
+    if (!this->more()) return;
+    const int rows = params.attention.sq - next.tile * kTileQ;
+    const Strides& strides = kOfQ ? params.attention.q : params.dout;
+    if constexpr (kOfQ) {
+      Base::template fetch_part<kPart>(this->q_loader, this->rows<QTileLoader>(q_g, strides, next.head, next.tile),
+                                       strides, rows);
+    } else {
+      Base::template fetch_part<kPart>(
+          this->dout_loader, this->rows<DoutTileLoader>(dout_g, strides, next.head, next.tile), strides, rows);
+    }
+  }
+
   __device__ __forceinline__ void fetch_statistics(const float* statistics_g) {
     if (this->more()) Base::copy_statistics(this->next_q_s(), statistics_g, scratch_row_of(next));
   }
@@ -98,13 +113,13 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCo
   }
 };
 
-template <bool kBlocks, typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies>
+template <bool kBlocks, typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies, int kParts>
 struct ChosenQueryLoader {
-  using Type = QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies>;
+  using Type = QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies, kParts>;
 };
-template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies>
-struct ChosenQueryLoader<true, QTileLoader, DoutTileLoader, kBuffers, kCopies> {
-  using Type = BlockQueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies>;
+template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies, int kParts>
+struct ChosenQueryLoader<true, QTileLoader, DoutTileLoader, kBuffers, kCopies, kParts> {
+  using Type = BlockQueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies, kParts>;
 };
-template <bool kBlocks, typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies>
-using QueryLoaderOf = typename ChosenQueryLoader<kBlocks, QTileLoader, DoutTileLoader, kBuffers, kCopies>::Type;
+template <bool kBlocks, typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies, int kParts = 1>
+using QueryLoaderOf = typename ChosenQueryLoader<kBlocks, QTileLoader, DoutTileLoader, kBuffers, kCopies, kParts>::Type;

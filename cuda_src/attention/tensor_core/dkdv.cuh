@@ -1,4 +1,4 @@
-// The common part of the two kernels of dK and dV: their tiles and options, and the way of the keys, which a CTA keeps
+// The common part of the kernels of dK and dV: their tiles and options, and the way of the keys, which a CTA keeps
 // for its whole life, and of their gradients.
 #pragma once
 
@@ -19,8 +19,9 @@
 #include "row_statistics.cuh"
 #include "score_gradient.cuh"
 
-// kKeyWarps warps with kMTiles * 16 keys each; kSubTiles * 8 queries at a time.
-template <int kMTiles_, int kKeyWarps, int kSubTiles_, int kDqRowWarps>
+// kKeyWarps warps with kMTiles * 16 keys each; kSubTiles * 8 queries at a time. kSlices_ > 1: warps share the columns
+// of a row in so many slices of whole groups of chunks, and tiles have zeros beyond the columns.
+template <int kMTiles_, int kKeyWarps, int kSubTiles_, int kDqRowWarps, int kSlices_ = 1>
 struct DkdvTraits {
   static constexpr int kHeadDim = HEAD_DIM;
   static constexpr int kHeadDimV = HEAD_DIM_V;
@@ -31,14 +32,19 @@ struct DkdvTraits {
   static constexpr bool kOnePass = ONE_PASS;
   static constexpr int kWarpKeys = kMTiles * 16;
   static constexpr int kKeys = kKeyWarps * kWarpKeys;
-  static constexpr int kSteps = div_up(kHeadDim, 8);    // k8 steps of S, n8 tiles of dK
-  static constexpr int kStepsV = div_up(kHeadDimV, 8);  // k8 steps of dP, n8 tiles of dV
+  static constexpr int kSlices = kSlices_;
+  __host__ __device__ static constexpr int steps(int columns) {
+    return kSlices == 1 ? div_up(columns, 8) : slice_steps(columns, kSlices) * kSlices;
+  }
+  static constexpr int kSteps = steps(kHeadDim);    // k8 steps of S, n8 tiles of dK
+  static constexpr int kStepsV = steps(kHeadDimV);  // k8 steps of dP, n8 tiles of dV
   static constexpr int kSubTiles = kSubTiles_;
   static constexpr int kSubRows = kSubTiles * 8;
   static constexpr int kTogether = MMA_K == 16 && kSubTiles % 2 == 0 ? 2 : 1;  // n8 tiles of weights in one product
   static constexpr bool kNative = NATIVE;  // sm_80 or later: copies to shared memory, and one barrier per tile
-  // Of Q and dout: the dQ product leaves time to refill one.
-  static constexpr int kBuffers = kOnePass && !kNative ? 1 : 2;
+  static constexpr bool kKeepsKeys = kOnePass && kSlices == 1;  // K stays in shared memory, for dQ
+  // Of Q and dout: the dQ product leaves time to refill one. Of more than 256 columns two do not fit on Turing.
+  static constexpr int kBuffers = (kOnePass || kSlices > 1) && !kNative ? 1 : 2;
   static constexpr int kDsBuffers = kOnePass && kNative ? 2 : 1;
 
   using KTile = SwizzledTile<kKeys, kSteps>;
@@ -46,16 +52,21 @@ struct DkdvTraits {
   using QTile = SwizzledTile<kTileQ, kSteps>;
   using DoutTile = SwizzledTile<kTileQ, kStepsV>;
   using DsTile = SwizzledTile<kKeys, kTileQ / 8>;  // dS^T
-  using QTileLoader = TileLoader<QTile, kHeadDim, kVec, kThreads>;
-  using DoutTileLoader = TileLoader<DoutTile, kHeadDimV, kVec, kThreads>;
+  // Where warps share columns, half of the threads bring Q and the others dout, each in two parts. (Copies of native
+  // kernels take no registers: all threads bring both.)
+  static constexpr bool kByHalves = kSlices > 1 && !kNative;
+  static constexpr int kLoadingThreads = kByHalves ? kThreads / 2 : kThreads;
+  using QTileLoader = TileLoader<QTile, kHeadDim, kVec, kLoadingThreads>;
+  using DoutTileLoader =
+      TileLoader<DoutTile, kHeadDimV, kVec, kLoadingThreads, RowsInOrder, kByHalves ? kThreads / 2 : 0>;
   static constexpr int kRun = SCORE_VEC < 2 * kMTiles ? SCORE_VEC : 2 * kMTiles;
   using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<DBIAS, DBIAS_ACCUMULATE>;
-  using Loader = QueryLoaderOf<Modifiers::kBlocks, QTileLoader, DoutTileLoader, kBuffers, kNative>;
+  using Loader = QueryLoaderOf<Modifiers::kBlocks, QTileLoader, DoutTileLoader, kBuffers, kNative, kByHalves ? 2 : 1>;
   using DqWarp = DqSlice<DsTile, KTile, kTileQ, WARPS, kDqRowWarps, DQ_PARTS>;
 
-  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kHeadDim >= 1 && kHeadDim <= 512 && kHeadDimV >= 1 && kHeadDimV <= 512, "head dims are 1 to 512");
   static_assert(kTileQ % kSubRows == 0 && kRowPad % kTileQ == 0, "whole tiles in the padded rows");
 };
 
@@ -93,7 +104,7 @@ __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& par
       rows);
   Barrier::wait();  // k: written
   take_k(shared_address(smem.k));
-  if (!T::kOnePass) Barrier::wait();  // k: read; Q and dout take its place
+  if (!T::kKeepsKeys) Barrier::wait();  // k: read; Q and dout take its place
 }
 
 // Where dS^T of the loader's present tile is, from the first buffer.

@@ -5,18 +5,11 @@
 #include "../params.cuh"
 #include "tile_loader.cuh"
 
-// Two tiles of keys in shared memory: one half is computed, the other filled. Where the loop has a barrier between the
-// products that read K and the stores of the next tile, one place serves K.
-template <typename KTile_, typename VTile_, int kKPlaces_ = 2>
+// Two tiles of keys in shared memory: one half is computed, the other filled. Or one tile, where two do not fit.
+template <typename KTile, typename VTile, int kHalves = 2>
 struct KeyTiles {
-  using KTile = KTile_;
-  using VTile = VTile_;
-  static constexpr int kKPlaces = kKPlaces_;
-
-  alignas(128) unsigned char k[kKPlaces][KTile::kBytes];
-  alignas(128) unsigned char v[2][VTile::kBytes];
-
-  __device__ __forceinline__ static constexpr int k_bytes(int half) { return half % kKPlaces * KTile::kBytes; }
+  alignas(128) unsigned char k[kHalves][KTile::kBytes];
+  alignas(128) unsigned char v[kHalves][VTile::kBytes];
 };
 
 // Addresses of the rows of a tile's keys in global memory.
@@ -30,12 +23,11 @@ enum class LookUp { kFirst, kWithV, kAfterV };
 
 // How the K and V of a head lie in memory, tile after tile. (The kernel passes the loop's position by value:
 // as a member of the loader the compiler kept it in memory for too long to place the loads well.)
-template <typename KTileLoader, typename VTileLoader,
-          typename Tiles_ = KeyTiles<typename KTileLoader::Tile, typename VTileLoader::Tile>>
+template <typename KTileLoader, typename VTileLoader, int kHalves = 2>
 struct KeyLoader {
   using KTile = typename KTileLoader::Tile;
   using VTile = typename VTileLoader::Tile;
-  using Tiles = Tiles_;
+  using Tiles = KeyTiles<KTile, VTile, kHalves>;
   using Rows = KeyRows;
   struct Entry {};  // nothing has to be looked up ahead
   static constexpr LookUp kLookUp = LookUp::kFirst;

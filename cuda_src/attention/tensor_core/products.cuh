@@ -172,3 +172,122 @@ __device__ __forceinline__ void clear(float (&acc)[kA][kB][4]) {
     for (int j = 0; j < kB; j++) acc[i][j][0] = acc[i][j][1] = acc[i][j][2] = acc[i][j][3] = 0.f;
   }
 }
+
+// What follows is for head dims of more than 256 columns: kSlices warps share the columns of the rows that a CTA keeps.
+// A product of scores is a sum over columns, so each warp has a part of it, and shared memory brings the parts together.
+
+// k8 steps of a warp: whole groups of chunks.
+__host__ __device__ constexpr int slice_steps(int columns, int slices) {
+  return div_up(columns, slices * kGroupChunks * kChunkItems) * kGroupChunks;
+}
+
+// The parts of a tile of scores, as accumulators: one quad of each lane after the other, so that a warp's accesses are
+// contiguous.
+template <int kSlices, int kNTiles, int kMTiles>
+struct PartialScores {
+  using Part = float[kNTiles][kMTiles][4];
+
+  float4 quads[kSlices][kNTiles][kMTiles][kWarpSize];
+
+  __device__ __forceinline__ void put(int slice, const Part& part) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) {
+#pragma unroll
+      for (int i = 0; i < kMTiles; i++) {
+        const float (&x)[4] = part[n][i];
+        quads[slice][n][i][lane_index()] = make_float4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+  // The sums of all parts, in a fixed order, of the kSumTiles n8 tiles from `n8_tile` on of one m16 tile.
+  template <int kSumTiles>
+  __device__ __forceinline__ void sum(float (&sums)[kSumTiles][1][4], int n8_tile, int m16_tile) const {
+#pragma unroll
+    for (int n = 0; n < kSumTiles; n++) {
+      float (&x)[4] = sums[n][0];
+      x[0] = x[1] = x[2] = x[3] = 0.f;
+#pragma unroll
+      for (int slice = 0; slice < kSlices; slice++) {
+        const float4 part = quads[slice][n8_tile + n][m16_tile][lane_index()];
+        x[0] += part.x;
+        x[1] += part.y;
+        x[2] += part.z;
+        x[3] += part.w;
+      }
+    }
+  }
+};
+
+// A warp's columns of kMTiles * 16 rows, as A fragments, and of the kNTiles * 8 rows of another tile in shared memory.
+template <typename RowsTile, typename OtherTile, int kSlices, int kMTiles, int kNTiles>
+struct ColumnSlice {
+  static constexpr int kSteps = RowsTile::kChunks / kSlices;
+  using Scores = typename PartialScores<kSlices, kNTiles, kMTiles>::Part;
+  using WeightsTile = SwizzledTile<kMTiles * 16, kNTiles>;
+  using Sums = float[kMTiles][kSteps][4];
+
+  int first_chunk;
+  FragmentAddress<OtherTile> fragment;
+  uint32 rows[kMTiles][kSteps][2];
+
+  __device__ __forceinline__ explicit ColumnSlice(int slice) : first_chunk(slice * kSteps), fragment(first_chunk) {}
+
+  // scores += rows other^T over the warp's columns from this group on, group by group: all sums in turn, so that a
+  // product does not wait for the one before it.
+  template <typename Scalar, int kGroup = 0>
+  __device__ __forceinline__ void add_scores(Scores& scores, uint32 other_s) const {
+    static_assert(kSteps % kGroupChunks == 0, "whole groups");
+    constexpr int kStep = MMA_K / 8;
+    uint32 b[kNTiles][kGroupChunks];
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) {
+      ldmatrix(b[n], other_s + n * 8 * OtherTile::kRowBytes + fragment.of_group(kGroup));
+    }
+#pragma unroll
+    for (int step = 0; step < kGroupChunks; step += kStep) {
+      const int at = kGroup * kGroupChunks + step;
+#pragma unroll
+      for (int n = 0; n < kNTiles; n++) {
+#pragma unroll
+        for (int i = 0; i < kMTiles; i++) {
+          if constexpr (kStep == 2) {
+            mma_m16n8k16<Scalar>(scores[n][i], rows[i][at], rows[i][at + 1], b[n][step], b[n][step + 1]);
+          } else {
+            mma_m16n8k8<Scalar>(scores[n][i], rows[i][at], b[n][step]);
+          }
+        }
+      }
+    }
+    if constexpr (kGroup + 1 < kSteps / kGroupChunks) add_scores<Scalar, kGroup + 1>(scores, other_s);
+  }
+
+  // sums += weights other in the warp's columns; the weights are a tile in shared memory. `after_eight` is called after
+  // the products of the first 8 rows.
+  template <typename Scalar, typename AfterEight>
+  __device__ __forceinline__ void add_weighted(Sums& sums, uint32 weights_s, uint32 other_s,
+                                               AfterEight after_eight) const {
+    static_assert(kNTiles % 2 == 0, "ldmatrix brings two k8 steps");
+    uint32 a[kNTiles][kMTiles][2];
+#pragma unroll
+    for (int n = 0; n < kNTiles; n += 2) {
+#pragma unroll
+      for (int i = 0; i < kMTiles; i++) {
+        uint32 r[4];
+        ldmatrix<4>(r, weights_s + WeightsTile::offset(16 * i + lane_index() % 16, n + lane_index() / 16));
+        a[n][i][0] = r[0], a[n][i][1] = r[1], a[n + 1][i][0] = r[2], a[n + 1][i][1] = r[3];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) {
+      add_eight<Scalar>(sums, a[n], other_s + n * 8 * OtherTile::kRowBytes);
+      if (n == 0) after_eight();
+    }
+  }
+
+ private:
+  template <typename Scalar, int kGroup = 0>
+  __device__ __forceinline__ void add_eight(Sums& sums, const uint32 (&weights)[kMTiles][2], uint32 rows_s) const {
+    add_product_nn<kGroup, Scalar>(sums, weights, rows_s, fragment);
+    if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_eight<Scalar, kGroup + 1>(sums, weights, rows_s);
+  }
+};

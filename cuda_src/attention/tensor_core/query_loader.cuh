@@ -2,7 +2,8 @@
 // and dout, fetched from global memory to registers while the present ones are in use, and from there to shared memory.
 //
 // With one buffer the next tile replaces the present one, after a barrier; with two, it takes the other half. kCopies
-// (sm_80 or later, two buffers): cp.async brings tiles straight to shared memory; `arrive` waits for them.
+// (sm_80 or later, two buffers): cp.async brings tiles straight to shared memory; `arrive` waits for them. kParts > 1:
+// some threads bring Q, and others dout, one part after the other (fetch_part).
 #pragma once
 
 #include "../backward_params.cuh"
@@ -24,7 +25,7 @@ struct QueryTiles<QTile, DoutTile, true> {
   alignas(128) unsigned char statistics[QTile::kRows * kStatisticsBytes];
 };
 
-template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies = false>
+template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies = false, int kParts = 1>
 struct QueryLoader {
   static_assert(!kCopies || kBuffers == 2, "copies begin while the present tile is in use");
   using QTile = typename QTileLoader::Tile;
@@ -45,7 +46,9 @@ struct QueryLoader {
   uint32 q_s, dout_s;    // where the present tile is; of two places the next one's is the sum less this
   uint32 q_sum, dout_sum;
   // Registers for Q, then for dout: two sets would not be free at once.
-  uint4 quads[QTileLoader::kQuads > DoutTileLoader::kQuads ? QTileLoader::kQuads : DoutTileLoader::kQuads];
+  static constexpr int kMostQuads =
+      QTileLoader::kQuads > DoutTileLoader::kQuads ? QTileLoader::kQuads : DoutTileLoader::kQuads;
+  uint4 quads[div_up(kMostQuads, kParts)];
 
   __device__ __forceinline__ QueryLoader(const BackwardParams& all, const QueryLoop<kTileQ>& seen,
                                          const KeyTileCoordinates& coords, const DTYPE* q_g, const DTYPE* dout_g,
@@ -140,6 +143,36 @@ struct QueryLoader {
     if (more()) dout_loader.store(next_dout_s(), quads);
   }
 
+  // A part of the next tile's Q (kOfQ) or dout: from global memory to registers, and from there to shared memory. The
+  // threads of the array call all parts, the first one first.
+  template <bool kOfQ, int kPart>
+  __device__ __forceinline__ void fetch_part() {
+    if constexpr (kOfQ) {
+      if (kPart == 0) next_q_g += step_bytes(params.attention.q);
+      if (more()) fetch_part<kPart>(q_loader, next_q_g, params.attention.q, next_rows());
+    } else {
+      if (kPart == 0) next_dout_g += step_bytes(params.dout);
+      if (more()) fetch_part<kPart>(dout_loader, next_dout_g, params.dout, next_rows());
+    }
+  }
+  template <bool kOfQ, int kPart>
+  __device__ __forceinline__ void store_part() {
+    if (more()) put_part<kOfQ, kPart>();
+  }
+  // The first tile of an array, all the way.
+  template <bool kOfQ, int kPart = 0>
+  __device__ __forceinline__ void begin_parts() {
+    if (left == 0) return;
+    const int rows = params.attention.sq - first_row();
+    if constexpr (kOfQ) {
+      fetch_part<kPart>(q_loader, next_q_g, params.attention.q, rows);
+    } else {
+      fetch_part<kPart>(dout_loader, next_dout_g, params.dout, rows);
+    }
+    put_part<kOfQ, kPart>();
+    if constexpr (kPart + 1 < kParts) begin_parts<kOfQ, kPart + 1>();
+  }
+
   // The present tile's statistics: in global memory, or in shared memory.
   __device__ __forceinline__ auto statistics(const float* statistics_g) const {
     if constexpr (kCopies) {
@@ -169,6 +202,21 @@ struct QueryLoader {
     if constexpr (kCopies) {
       cp_async_commit_group();
       cp_async_wait_group<0>();
+    }
+  }
+
+  template <int kPart, typename Loader>
+  __device__ __forceinline__ void fetch_part(const Loader& loader, const char* from_g, const Strides& strides,
+                                             int rows) {
+    loader.template load<true, kPart, kParts>(quads, from_g, strides.seq, rows);
+  }
+  template <bool kOfQ, int kPart>
+  __device__ __forceinline__ void put_part() const {
+    static_assert(kBuffers == 1, "the next tile takes the place of the present one");
+    if constexpr (kOfQ) {
+      q_loader.template store<kPart, kParts>(q_s, quads);
+    } else {
+      dout_loader.template store<kPart, kParts>(dout_s, quads);
     }
   }
 

@@ -13,7 +13,11 @@ struct StoredChunks {
   }
 };
 
-// Items from `valid_rows` on, and chunks beyond the columns, become zero and are not read.
+// Whether a tile has whole chunks beyond `kCols` columns.
+template <typename Tile, int kCols>
+constexpr bool kHasSpareChunks = Tile::kChunks * kChunkItems - kCols >= kChunkItems;
+
+// Items from `valid_rows` on and chunks beyond the columns become zero and are not read.
 template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder,
           typename Chunks = StoredChunks<kCols, kVec>, typename Scalar = float16>
 __device__ __forceinline__ void load_rows(uint32 tile_s, const Scalar* rows_g, int64 row_stride, int valid_rows,
@@ -24,22 +28,25 @@ __device__ __forceinline__ void load_rows(uint32 tile_s, const Scalar* rows_g, i
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;
     const int item = Order::item_of_row(row);
     uint4 quad = make_uint4(0, 0, 0, 0);
-    if (item < valid_rows && (!kPadded || chunk * kChunkItems < kCols))
-      quad = chunks(rows_g + item * row_stride + chunk * kChunkItems, item, chunk);
+    const bool exists = item < valid_rows && (!kHasSpareChunks<Tile, kCols> || chunk * kChunkItems < kCols);
+    if (exists) quad = chunks(rows_g + item * row_stride + chunk * kChunkItems, item, chunk);
     st_shared_v4(tile_s + Tile::offset(row, chunk), quad);
   }
 }
 
-// kMTiles * 16 rows from first_row on as A fragments: two 8x8 matrices (rows 0-7 and 8-15) for each k8 step.
-template <typename Tile, int kMTiles>
-__device__ __forceinline__ void load_a_fragments(uint32 (&a)[kMTiles][Tile::kChunks][2], uint32 tile_s, int first_row) {
+// kMTiles * 16 rows from first_row on as A fragments: two 8x8 matrices (rows 0-7 and 8-15) for each k8 step, from chunk
+// first_chunk on.
+template <typename Tile, int kMTiles, int kSteps>
+__device__ __forceinline__ void load_a_fragments(uint32 (&a)[kMTiles][kSteps][2], uint32 tile_s, int first_row,
+                                                 int first_chunk = 0) {
   const int lane_row = first_row + lane_index() % 16;
 #pragma unroll
   for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
-    for (int step = 0; step < Tile::kChunks; step += 2) {
-      const bool pair = step + 1 < Tile::kChunks;
-      const uint32 address = tile_s + Tile::offset(lane_row + i * 16, step + (pair ? lane_index() / 16 : 0));
+    for (int step = 0; step < kSteps; step += 2) {
+      const bool pair = step + 1 < kSteps;
+      const uint32 address =
+          tile_s + Tile::offset(lane_row + i * 16, first_chunk + step + (pair ? lane_index() / 16 : 0));
       if (pair) {
         uint32 r[4];
         ldmatrix<4>(r, address);
@@ -54,18 +61,18 @@ __device__ __forceinline__ void load_a_fragments(uint32 (&a)[kMTiles][Tile::kChu
   }
 }
 
-// A warp's accumulators, times `scale`, to its rows of a tile in shared memory.
-template <typename Tile, typename Scalar = float16, int kMTiles>
-__device__ __forceinline__ void round_to_tile(uint32 tile_s, int first_row,
-                                              const float (&acc)[kMTiles][Tile::kChunks][4], float scale) {
+// A warp's accumulators, times `scale`, to its rows of a tile in shared memory, from chunk first_chunk on.
+template <typename Tile, typename Scalar = float16, int kMTiles, int kTiles>
+__device__ __forceinline__ void round_to_tile(uint32 tile_s, int first_row, const float (&acc)[kMTiles][kTiles][4],
+                                              float scale, int first_chunk = 0) {
 #pragma unroll
   for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = first_row + 16 * i + 8 * half + lane_index() / 4;
 #pragma unroll
-      for (int n = 0; n < Tile::kChunks; n++) {
-        st_shared_u32(tile_s + Tile::offset(row, n) + lane_index() % 4 * 4,
+      for (int n = 0; n < kTiles; n++) {
+        st_shared_u32(tile_s + Tile::offset(row, first_chunk + n) + lane_index() % 4 * 4,
                       pack_pair<Scalar>(acc[i][n][2 * half] * scale, acc[i][n][2 * half + 1] * scale));
       }
     }
@@ -104,6 +111,7 @@ __device__ __forceinline__ void store_rows(Scalar* rows_g, int64 row_stride, con
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;
     const int item = Order::item_of_row(row);
+    if (kHasSpareChunks<Tile, kCols> && chunk * kChunkItems >= kCols) continue;
     if (item >= rows) {
       if (Order::kInOrder) break;
       continue;

@@ -49,14 +49,8 @@ struct RowsInOrder {
   __device__ __forceinline__ static int item_of_row(int row) { return row; }
 };
 
-// Which of a thread's chunks of a tile are moved at a time: all, or a part of them between other work.
-struct TilePart {
-  int part = 0, parts = 1;
-
-  __device__ __forceinline__ bool has(int chunk, int chunks) const { return chunk * parts / chunks == part; }
-};
-
-template <typename Tile_, int kCols, int kVec, int kThreads, typename Order = RowsInOrder>
+// The threads are kThreads from number kFirstThread of the CTA on.
+template <typename Tile_, int kCols, int kVec, int kThreads, typename Order = RowsInOrder, int kFirstThread = 0>
 struct TileLoader {
   using Tile = Tile_;
   static_assert(kVec == 1 || (kVec == kChunkItems && kCols % kChunkItems == 0), "single items or whole chunks");
@@ -85,7 +79,9 @@ struct TileLoader {
 
   // For rows whose addresses the caller knows.
   __device__ __forceinline__ TileLoader()
-      : row(threadIdx.x / kRowLanes), chunk(threadIdx.x % kRowLanes), shared_offset(Tile::offset(row, chunk)) {}
+      : row((threadIdx.x - kFirstThread) / kRowLanes),
+        chunk((threadIdx.x - kFirstThread) % kRowLanes),
+        shared_offset(Tile::offset(row, chunk)) {}
 
   __device__ __forceinline__ explicit TileLoader(int64 row_stride) : TileLoader() {
     const int key = kEvenPasses ? key_of_pass(0) : 0;
@@ -120,16 +116,21 @@ struct TileLoader {
     return loads && (whole_pass || pass * kPassRows + row < Tile::kRows);
   }
 
+  // The first column group of a part, where a thread has too few registers for its whole share of a tile.
+  __device__ __forceinline__ static constexpr int part_begin(int part, int parts) {
+    return kColumnGroups * part / parts;
+  }
+
   // kRagged: rows from valid_rows on do not exist.
-  template <bool kRagged, int kRoom>
-  __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride, int valid_rows,
-                                       TilePart part = {}) const {
+  template <bool kRagged, int kPart = 0, int kParts = 1, int kRoom>
+  __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride,
+                                       int valid_rows) const {
     // Otherwise ptxas keeps an offset for each pass: too many registers at head dims 80 and 160, whose rows keep few
     // threads busy, and from 257 on. Elsewhere the same made it place the loads worse.
     constexpr bool kRegistersShort =
         !kRagged && kPasses > 2 && (kPassRows * kRowLanes != kThreads || Tile::kChunks * kChunkItems > 256);
     const uint32 from = kRegistersShort ? not_hoisted(global_offset) : global_offset;
-    load_rows<kRagged>(
+    load_rows<kRagged, kPart, kParts>(
         quads, [&](int key) { return key < valid_rows; },
         [&](int pass) {
           const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
@@ -140,16 +141,16 @@ struct TileLoader {
 
   // Fetch from any addresses: pass_g(pass) is the address of this thread's first chunk of its row. A chunk is a
   // quad, or as many bytes as it has in memory.
-  template <bool kRagged, typename Chunk, int kRoom, typename Exists, typename PassAddress>
-  __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g,
-                                            TilePart part = {}) const {
-    static_assert(kQuads <= kRoom, "every chunk has a place");
+  template <bool kRagged, int kPart = 0, int kParts = 1, typename Chunk, int kRoom, typename Exists,
+            typename PassAddress>
+  __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g) const {
+    constexpr int kBegin = part_begin(kPart, kParts), kEnd = part_begin(kPart + 1, kParts);
+    static_assert(kPasses * (kEnd - kBegin) <= kRoom, "every chunk has a place");
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
 #pragma unroll
-      for (int group = 0; group < kColumnGroups; group++) {
-        if (!part.has(pass * kColumnGroups + group, kQuads)) continue;
-        Chunk& loaded = chunks[pass * kColumnGroups + group];
+      for (int group = kBegin; group < kEnd; group++) {
+        Chunk& loaded = chunks[pass * (kEnd - kBegin) + group - kBegin];
         if (kRagged || kPadded) loaded = Chunk{};
         if (!owns(pass) || (kRagged && !exists(key_of_pass(pass)))) continue;
         if (kPadded && (chunk + group * kRowLanes) * kChunkItems >= kCols) continue;
@@ -181,20 +182,21 @@ struct TileLoader {
     }
   }
 
-  template <int kRoom>
-  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom], TilePart part = {}) const {
-    store_made(tile_s, [&](int pass, int group) { return quads[pass * kColumnGroups + group]; }, part);
+  template <int kPart = 0, int kParts = 1, int kRoom>
+  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom]) const {
+    constexpr int kBegin = part_begin(kPart, kParts), kGroups = part_begin(kPart + 1, kParts) - kBegin;
+    store_made<kPart, kParts>(tile_s, [&](int pass, int group) { return quads[pass * kGroups + group - kBegin]; });
   }
 
   // Bring quads that are made here.
-  template <typename Quad>
-  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad, TilePart part = {}) const {
+  template <int kPart = 0, int kParts = 1, typename Quad>
+  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
 #pragma unroll
-      for (int group = 0; group < kColumnGroups; group++) {
-        if (!owns(pass) || !part.has(pass * kColumnGroups + group, kQuads)) continue;
+      for (int group = part_begin(kPart, kParts); group < part_begin(kPart + 1, kParts); group++) {
+        if (!owns(pass)) continue;
         const uint32 at = ((tile_s + shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
         st_shared_v4(at + group * kRowLanes * kChunkBytes, quad(pass, group));
       }

@@ -60,8 +60,14 @@ class SummedDbias(NamedTuple):
     scratch: bool
     """Whether that is scratch, which another kernel sums up to dbias; otherwise it is dbias."""
     ctas: int
+    """Of the kernel of sums; 0 if it has no part in it."""
     shares: tuple[int, ...]
     """The numbers of the split, which the kernel takes by value."""
+
+    @property
+    def every_score(self) -> bool:
+        """Whether `target` has an item for each score, which the kernel of dk and dv writes."""
+        return not self.ctas
 
 
 def shared_out(
@@ -184,8 +190,10 @@ def tensor_core_plan(
     if deterministic:
         row_tile = of_rows.tile_q, of_rows.tile_k, of_rows.warp_rows
         row_lists = block_lists(problem, planner, *row_tile)
+    written: dict[str, int | None] = {}  # where a kernel writes dbias, if not to dbias
     if summed and summed.scratch:
         scratch["scratch"] = planner.scratch(math.prod(summed.target.shape))
+        written = {"dbias": scratch["scratch"]}
     sums = 0 if deterministic else rows * round_up(problem.head_dim, 8)
     if sums:
         scratch["dq_acc"] = scratch["zeroed"] = planner.scratch(sums)
@@ -213,10 +221,8 @@ def tensor_core_plan(
         scales = passes.scales(dims[1], packed)
         steps.append(step(scales, problem.batch * problem.kv_heads, gradient))
     dkdv = backward_dkdv.dkdv(*shape, not deterministic, options.dkdv, **kind)
-    steps += [
-        *key_lists.steps,
-        step(dkdv, key_ctas, *values, block_lists=key_lists.slot),
-    ]
+    places = {"block_lists": key_lists.slot, **written}
+    steps += [*key_lists.steps, step(dkdv, key_ctas, *values, **places)]
     if deterministic:
         dq = backward_dq.dq(*shape, options.dq, **kind)
         steps += [*row_lists.steps, step(dq, row_ctas, *values, block_lists=row_lists.slot)]
@@ -224,16 +230,18 @@ def tensor_core_plan(
         convert = passes.convert(problem.head_dim, vec, **kind)
         steps.append(step(convert, -(-rows // passes.ROW_PAD), gradient))
     if dbias is not None and summed is not None:
-        of_dbias = options.summed_dbias
-        kernel = backward_summed_dbias.summed_dbias(*shape, of_dbias, **kind)
-        numbers = *summed.shares, *strides_of(of_dbias.modified, problem.layouts)
-        places = {"dbias": scratch["scratch"]} if summed.scratch else {}
-        steps.append(step(kernel, summed.ctas, gradient, *numbers, **places))
+        if not summed.every_score:
+            of_dbias = options.summed_dbias
+            kernel = backward_summed_dbias.summed_dbias(*shape, of_dbias, **kind)
+            numbers = *summed.shares, *strides_of(of_dbias.modified, problem.layouts)
+            steps.append(step(kernel, summed.ctas, gradient, *numbers, **written))
         if summed.scratch:
             steps.append(sum_step(problem, dbias, summed.target, accumulate, planner, **scratch))
     # Tiles that no query sees are skipped, and with them their part of dbias.
     skipped = dbias is not None and summed is None and not accumulate
     zero_first = [planner.slots.dbias] if skipped else []
+    if summed is not None and summed.every_score:
+        zero_first = [scratch["scratch"]]
     return planner.plan(*steps, zero_first=zero_first, zero_new=accumulate)
 
 
@@ -293,11 +301,11 @@ def _options(
         return _Options(dq, dq)
     target = dbias if summed is None else summed.target
     writing = dq._replace(score_vec=score_vec, dbias=target.dtype.name)
-    if summed is not None:
+    if summed is not None and not summed.every_score:
         functions = problem.functions
         modifiers = modifiers_of(functions, problem.layouts, blocks=BLOCK_STATES)
         return _Options(dq, dq, writing._replace(modified=modifiers))
-    return _Options(writing._replace(dbias_accumulate=accumulate), dq)
+    return _Options(writing._replace(dbias_accumulate=accumulate and summed is None), dq)
 
 
 def _score_arrays(problem: AttentionProblem, dbias: Layout | None) -> list[tuple[Layout, int]]:
@@ -331,10 +339,13 @@ def _summed_dbias(
 ) -> SummedDbias | None:
     """Share out the gradient of a bias that broadcasts; None for any other.
 
-    That of every score has one term: the kernel of dk and dv writes it.
+    That of every score has one term: the kernel of dk and dv writes it. It also writes every score
+    where head dims are larger than the kernel of sums supports.
     """
     if dbias is None or four_axes(dbias.shape) == problem.scores_shape:
         return None
     dims = problem.head_dim, problem.head_dim_v
+    if max(dims) > backward_summed_dbias.LARGEST_HEAD_DIM:
+        return SummedDbias(contiguous(problem.scores_shape, _FLOAT32), True, 0, ())
     row = backward_summed_dbias.summed_dbias_row(arch, *dims, score_vec)
     return shared_out(problem, dbias, row, accumulate)

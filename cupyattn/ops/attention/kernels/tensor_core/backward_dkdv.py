@@ -46,7 +46,12 @@ DKDV_PAIRED_KERNEL = KernelSpec(
     "attention/tensor_core/backward_dkdv_paired.cu",
     _DKDV_PARAMETERS,
 )
-_DENSE = (DKDV_KERNEL, DKDV_PAIRED_KERNEL)
+DKDV_WIDE_KERNEL = KernelSpec(
+    "attention_backward_dkdv_wide",
+    "attention/tensor_core/backward_dkdv_wide.cu",
+    _DKDV_PARAMETERS,
+)
+_DENSE = (DKDV_KERNEL, DKDV_PAIRED_KERNEL, DKDV_WIDE_KERNEL)
 VARLEN = {
     kernel: KernelSpec(f"{kernel.entry}_varlen", kernel.source, of_packed(kernel.parameters))
     for kernel in _DENSE
@@ -122,14 +127,50 @@ class PairedConfig:
         return 16
 
 
+@dataclass(frozen=True)
+class WideConfig:
+    """One CTA per 32 keys, whose columns all its warps share; tile_q queries a tile."""
+
+    tile_q: int
+    reason: str
+    mma_k: int = 8
+    gates: Gates = Gates()
+    native: bool = False
+    """Whether cp.async fills two buffers (sm_80 or later)."""
+    warps: int = 8
+    ctas_per_sm: int = 1
+    tile_keys: int = 32
+    """Keys per CTA."""
+    warp_keys: int = 16
+    """Keys whose scores one warp turns into gradients."""
+    l2_ahead: int = 0
+    """Tiles are not prefetched into L2."""
+    dq_parts: int = 1
+    unroll: int = 1
+    dq_row_warps: int = 1
+
+    @property
+    def slices(self) -> int:
+        """Warps that share the columns of the keys, and as many those of the values."""
+        return self.warps // 2
+
+
+AnyConfig = DkdvConfig | PairedConfig | WideConfig
+
+
 # In each table: the first row whose head dim is not below max(D, Dv). "Models" is the tensor
 # utilisation of the main loop on a T4 by a static model of the machine code (NVRTC 12.9.86,
 # 2026-11-20 and 21, +-0.05): no Turing device has been measured. Keys and values stay in registers
 # with their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns,
-# 16 to 128, and beyond that 16 keys of two warps. With options, tiles of 16 queries spill less at
+# 16 to 128, and beyond that 16 keys of two warps. From 257 columns on all 8 warps share 32 keys by
+# columns, so that a fragment of Q or dout serves 32 keys; 16 keys of four warps would read shared
+# memory twice as much, which binds. The model of two kinds of warps together is a script that is
+# not kept. It has 0.44 where all warps wait at each barrier and bring Q and dout together, 0.52
+# where each kind brings its own array, and 0.55 where a half of dQ is added while scores become
+# gradients (one pass, head dim 512, 2026-11-28). With options, tiles of 16 queries spill less at
 # head dims 64 and 128, and model up to 0.10 less. (8 queries at once of head dim 80, with dQ by
 # rows, were slower on an H200 when the table was made; by columns no GPU has timed them.)
-_TURING_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+_TURING_ONE_PASS: dict[int, AnyConfig] = {
     40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.66, and 0.61 with 16 queries at once"),
     64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.69; 16 queries at once spill"),
     80: DkdvConfig(
@@ -142,8 +183,10 @@ _TURING_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
     ),
     192: PairedConfig(8, 32, 1, "models 0.56 and 0.65; 0.51 with tiles of 16 queries"),
     256: PairedConfig(8, 16, 1, "models 0.54 for the warps of values; K takes half of the 64 KB"),
+    384: WideConfig(16, "models 0.62 for the warps of keys"),
+    512: WideConfig(16, "models 0.58 for the warps of keys, 0.55 for both kinds together"),
 }
-_TURING_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
+_TURING_DETERMINISTIC: dict[int, AnyConfig] = {
     40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.73, and 0.70 with 16 queries at once"),
     64: DkdvConfig(
         2, 4, 32, 1, 1, 2, "models 0.79 as two CTAs, whose barriers do not bind each other"
@@ -156,6 +199,8 @@ _TURING_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
     160: PairedConfig(8, 32, 1, "models 0.57, and 0.50 with tiles of 16 queries"),
     192: PairedConfig(8, 32, 1, "models 0.58, and 0.54 with tiles of 16 queries"),
     256: PairedConfig(8, 16, 1, "models 0.53; two tiles of 32 queries do not fit"),
+    384: WideConfig(16, "models 0.60 for the warps of values"),
+    512: WideConfig(16, "models 0.60 for the warps of keys, 0.52 for both kinds together"),
 }
 
 
@@ -175,6 +220,8 @@ _ONE_PASS_GATES = {
     160: Gates(0.56),
     192: Gates(0.65, scalar=0.5, kernels=0.62),
     256: Gates(0.59, 48, kernels=0.55, most_spills=160),
+    384: Gates(0.61, scalar=0.49, kernels=0.58),
+    512: Gates(0.57, 16, scalar=0.48, most_spills=32),
 }
 _DETERMINISTIC_GATES = {
     40: Gates(0.64, kernels=0.63),
@@ -184,7 +231,9 @@ _DETERMINISTIC_GATES = {
     128: Gates(0.67, 16, options=0.62, most_spills=64),
     160: Gates(0.6, scalar=0.46),
     192: Gates(0.65, kernels=0.64),
-    256: Gates(0.63, 16, scalar=0.43, most_spills=32),
+    256: Gates(0.63, 16, scalar=0.50, most_spills=32),
+    384: Gates(0.59, scalar=0.49),
+    512: Gates(0.60, 32, scalar=0.48, most_spills=32),
 }
 ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
 DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)
@@ -197,7 +246,7 @@ DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_G
 # where Turing's configurations had 246 and 215 at head dim 64, 231 and 218 at 128, 191 and 171 at
 # 256 (a script that is not kept, by replaced rows in one process, 2026-11-28). Shared memory binds:
 # it was busy for 70 % of the cycles at head dim 128 when that had 255 TFLOP/s (ncu).
-_AMPERE_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+_AMPERE_ONE_PASS: dict[int, AnyConfig] = {
     40: DkdvConfig(2, 4, 64, 2, 2, 2, "two CTAs fit with tiles of 64 queries", dq_parts=2),
     64: DkdvConfig(
         *(2, 4, 64, 2, 2, 2, "319 and 290 TFLOP/s on an H200, unrolled twice 311 and 284"),
@@ -218,8 +267,10 @@ _AMPERE_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
         *(8, 32, 1, "tiles of 64 queries do not fit; 222 and 211 TFLOP/s on an H200"),
         dq_parts=2, unroll=2,
     ),
+    384: WideConfig(16, "two tiles of 16 queries take 67 KB"),
+    512: WideConfig(16, "two tiles of 16 queries take 83 KB"),
 }  # fmt: skip
-_ADA_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+_ADA_ONE_PASS: dict[int, AnyConfig] = {
     40: DkdvConfig(2, 4, 32, 2, 1, 2, "two CTAs fit with tiles of 32 queries"),
     64: DkdvConfig(2, 4, 32, 2, 2, 2, "two CTAs fill the 99 KB", dq_parts=2),
     80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries take 93 KB"),
@@ -228,6 +279,8 @@ _ADA_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
     160: PairedConfig(8, 32, 1, "tiles of 32 queries take 73 KB", dq_parts=2, unroll=2),
     192: PairedConfig(8, 32, 1, "tiles of 32 queries take 85 KB", dq_parts=2, unroll=2),
     256: PairedConfig(8, 16, 1, "two tiles of 32 queries do not fit", dq_parts=2),
+    384: WideConfig(16, "two tiles of 16 queries take 67 KB"),
+    512: WideConfig(16, "two tiles of 16 queries take 83 KB"),
 }
 _HOPPER_ONE_PASS = _AMPERE_ONE_PASS | {
     256: PairedConfig(
@@ -235,7 +288,7 @@ _HOPPER_ONE_PASS = _AMPERE_ONE_PASS | {
         dq_row_warps=2, dq_parts=4, unroll=2,
     )
 }  # fmt: skip
-_AMPERE_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
+_AMPERE_DETERMINISTIC: dict[int, AnyConfig] = {
     40: DkdvConfig(2, 4, 64, 2, 1, 2, "tiles of 64 queries, without spills"),
     64: DkdvConfig(2, 4, 64, 2, 1, 2, "tiles of 64 queries, as two CTAs"),
     80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries, without spills"),
@@ -244,10 +297,12 @@ _AMPERE_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
     160: PairedConfig(8, 32, 1, "tiles of 32 queries take 52 KB"),
     192: PairedConfig(8, 32, 1, "tiles of 32 queries take 56 KB"),
     256: PairedConfig(8, 32, 1, "tiles of 32 queries take 72 KB"),
+    384: WideConfig(16, "two tiles of 16 queries take 67 KB"),
+    512: WideConfig(16, "two tiles of 16 queries take 83 KB"),
 }
 
 
-def _native(rows: dict[int, DkdvConfig | PairedConfig]) -> dict[int, DkdvConfig | PairedConfig]:
+def _native(rows: dict[int, AnyConfig]) -> dict[int, AnyConfig]:
     return {limit: replace(row, mma_k=16, native=True) for limit, row in rows.items()}
 
 
@@ -259,9 +314,7 @@ NATIVE_ONE_PASS = {
 NATIVE_DETERMINISTIC = {80: _native(_AMPERE_DETERMINISTIC)}
 
 
-def dkdv_row(
-    arch: int, head_dim: int, head_dim_v: int, one_pass: bool, vec: int = 8
-) -> DkdvConfig | PairedConfig:
+def dkdv_row(arch: int, head_dim: int, head_dim_v: int, one_pass: bool, vec: int = 8) -> AnyConfig:
     """Return the table row of dk and dv for these head dims, and rows of whole vectors or not."""
     tables = ONE_PASS, DETERMINISTIC
     if vec > 1 and arch >= NATIVE_ARCH:
@@ -283,7 +336,9 @@ def dkdv(
     """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
     row = dkdv_row(arch, head_dim, head_dim_v, one_pass, vec)
     dense, of_warps = DKDV_PAIRED_KERNEL, {}
-    if isinstance(row, DkdvConfig):
+    if isinstance(row, WideConfig):
+        dense = DKDV_WIDE_KERNEL
+    elif isinstance(row, DkdvConfig):
         dense = DKDV_KERNEL
         of_warps = {"M_TILES": row.m_tiles, "SUB_Q": row.sub_q}
     return modified(VARLEN[dense] if packed else dense, options.modified).specialise(
@@ -310,19 +365,22 @@ def dkdv(
     )
 
 
-def _dkdv_shared_bytes(
-    config: DkdvConfig | PairedConfig, head_dim: int, head_dim_v: int, one_pass: bool
-) -> int:
-    """Sum the tile loop's buffers, or K, or V (Smem in both sources, which assert it)."""
-    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
+def _dkdv_shared_bytes(config: AnyConfig, head_dim: int, head_dim_v: int, one_pass: bool) -> int:
+    """Sum the tile loop's buffers, or K, or V (Smem in the sources, which assert it)."""
+    wide = isinstance(config, WideConfig)
+    unit = 32 * config.slices if isinstance(config, WideConfig) else 8  # columns
+    row, row_v = round_up(head_dim, unit) * 2, round_up(head_dim_v, unit) * 2  # bytes
     keys = config.tile_keys
-    buffers = 1 if one_pass and not config.native else 2
+    buffers = 1 if (one_pass or wide) and not config.native else 2
     parts = [buffers * config.tile_q * row, buffers * config.tile_q * row_v]
     if config.native:
         parts += [buffers * config.tile_q * 2 * FLOAT_BYTES]  # statistics
-    if one_pass:
+    if isinstance(config, WideConfig):
+        partial_scores = config.slices * keys * config.tile_q * FLOAT_BYTES
+        parts += [partial_scores] * 2 + [keys * config.tile_q * 2] * 3  # P, and dS twice
+    elif one_pass:
         parts += [keys * row]
-    if one_pass or isinstance(config, PairedConfig):
+    if (one_pass and not wide) or isinstance(config, PairedConfig):
         parts += [(2 if one_pass and config.native else 1) * keys * config.tile_q * 2]  # dS
     if isinstance(config, PairedConfig):
         parts += [keys * 16 * FLOAT_BYTES]  # S, 16 queries of it

@@ -23,6 +23,7 @@ from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.runtime.tables import (
+    FLOAT_BYTES,
     limit_of,
     option_macros,
     round_up,
@@ -43,13 +44,16 @@ DQ_KERNEL = KernelSpec(
         BACKWARD_STRUCT,
     ),
 )
-DQ_VARLEN_KERNEL = KernelSpec(
-    "attention_backward_dq_varlen",
-    "attention/tensor_core/backward_dq.cu",
-    of_packed(DQ_KERNEL.parameters),
+DQ_WIDE_KERNEL = KernelSpec(
+    "attention_backward_dq_wide", "attention/tensor_core/backward_dq_wide.cu", DQ_KERNEL.parameters
 )
-"""The kernel of packed sequences."""
-KERNELS = (DQ_KERNEL, DQ_VARLEN_KERNEL)
+_DENSE = (DQ_KERNEL, DQ_WIDE_KERNEL)
+VARLEN = {
+    kernel: KernelSpec(f"{kernel.entry}_varlen", kernel.source, of_packed(kernel.parameters))
+    for kernel in _DENSE
+}
+"""The kernels of packed sequences."""
+KERNELS = (*_DENSE, *VARLEN.values())
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,29 @@ class DqConfig(FlashConfig):
     """With full_loop the tiles that need no mask have a loop of their own."""
 
     full_loop: bool = True
+
+
+@dataclass(frozen=True)
+class WideDqConfig:
+    """One CTA per 32 query rows, whose columns all its warps share; tile_k keys a tile."""
+
+    reason: str
+    mma_k: int = 8
+    gates: Gates = Gates()
+    warps: int = 8
+    ctas_per_sm: int = 1
+    tile_q: int = 32
+    """Query rows per CTA."""
+    tile_k: int = 16
+    warp_rows: int = 16
+    """Rows whose scores one warp turns into gradients."""
+    l2_ahead: int = 0
+    """Tiles are not prefetched into L2."""
+
+    @property
+    def slices(self) -> int:
+        """Warps that share the columns of Q, and as many those of dout."""
+        return self.warps // 2
 
 
 _TURING_DQ = {
@@ -73,6 +100,8 @@ _TURING_DQ = {
         *(1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill"),
         full_loop=False,
     ),
+    384: WideDqConfig("models 0.74 for the warps of Q"),
+    512: WideDqConfig("models 0.81 for the warps of Q, 0.49 for both kinds together"),
 }
 # Items of a bias or a mask, read ahead, wait in registers for as long as the products take; the
 # addresses of those that are read one by one take some.
@@ -86,14 +115,16 @@ _TURING_DQ_BLOCKS = {
 }
 
 _GATES = {
-    40: Gates(0.74, scalar=0.43, most_spills=128),
-    64: Gates(0.89, 80, scalar=0.66, options=0.70, kernels=0.84, most_spills=112),
-    80: Gates(0.8, 80, scalar=0.41, items=0.63, kernels=0.78, most_spills=96),
-    96: Gates(0.78, 96, scalar=0.41, most_spills=112),
-    128: Gates(0.73, 48, scalar=0.57, items=0.67, options=0.71, most_spills=80),
-    160: Gates(0.65, scalar=0.36),
-    192: Gates(0.7, 48, scalar=0.31),
-    256: Gates(0.5, 304, scalar=0.38),
+    40: Gates(0.79, scalar=0.53, most_spills=128),
+    64: Gates(0.89, 80, scalar=0.74, options=0.70, kernels=0.84, most_spills=112),
+    80: Gates(0.80, 80, scalar=0.53, items=0.70, kernels=0.78, most_spills=96),
+    96: Gates(0.78, 96, scalar=0.51, most_spills=112),
+    128: Gates(0.73, 48, scalar=0.64, items=0.67, options=0.71, most_spills=80),
+    160: Gates(0.65, scalar=0.44),
+    192: Gates(0.70, 48, scalar=0.40),
+    256: Gates(0.50, 304, scalar=0.41),
+    384: Gates(0.74),
+    512: Gates(0.81),
 }
 _SCORE_ITEMS_GATES = {40: Gates(0.58, 16, items=0.52), 64: Gates(0.55, items=0.46)}
 _BLOCKS_GATES = {40: Gates(0.75)}
@@ -105,7 +136,7 @@ DQ_BLOCKS = with_mma_k(with_gates(_TURING_DQ_BLOCKS, _BLOCKS_GATES))
 
 def dq_row(
     arch: int, head_dim: int, head_dim_v: int, options: BackwardOptions = PLAIN_BACKWARD
-) -> DqConfig:
+) -> DqConfig | WideDqConfig:
     """Return the table row of dq for these head dims and options."""
     rows = rows_for(DQ, arch)
     limit = limit_of(rows, head_dim, head_dim_v)
@@ -128,31 +159,46 @@ def dq(
 ) -> Specialisation:
     """Specialise the deterministic dQ kernel, which writes no dbias."""
     row = dq_row(arch, head_dim, head_dim_v, options)
-    return modified(DQ_VARLEN_KERNEL if packed else DQ_KERNEL, options.modified).specialise(
+    native = arch >= NATIVE_ARCH and vec > 1
+    dense, of_rows = DQ_WIDE_KERNEL, {}
+    if isinstance(row, DqConfig):
+        dense = DQ_KERNEL
+        of_rows = {
+            "M_TILES": row.m_tiles,
+            "FULL_LOOP": int(row.full_loop),
+            "L2_AHEAD": row.l2_ahead,
+        }
+    return modified(VARLEN[dense] if packed else dense, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
-        shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
+        shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v, native),
         gates=row.gates,
         reason=row.reason,
         DTYPE=dtype,
-        NATIVE=int(arch >= NATIVE_ARCH and vec > 1),
+        NATIVE=int(native),
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
-        M_TILES=row.m_tiles,
         WARPS=row.warps,
         TILE_K=row.tile_k,
-        FULL_LOOP=int(row.full_loop),
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=row.mma_k,
-        L2_AHEAD=row.l2_ahead,
+        **of_rows,
         **option_macros(options, DQ_MACROS),
     )
 
 
-def _dq_shared_bytes(config: DqConfig, head_dim: int, head_dim_v: int) -> int:
-    """K and V twice, or Q, or dout (Smem in backward_dq.cu, which asserts it)."""
-    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
-    tiles = sum(round_up(2 * config.tile_k * bytes_, SMEM_UNIT) for bytes_ in (row, row_v))
+def _dq_shared_bytes(
+    config: DqConfig | WideDqConfig, head_dim: int, head_dim_v: int, native: bool
+) -> int:
+    """K and V twice, or Q, or dout (Smem in both sources, which assert it)."""
+    wide = isinstance(config, WideDqConfig)
+    unit = 32 * config.slices if isinstance(config, WideDqConfig) else 8  # columns
+    row, row_v = round_up(head_dim, unit) * 2, round_up(head_dim_v, unit) * 2  # bytes
+    halves = 1 if wide and not native else 2
+    tiles = sum(round_up(halves * config.tile_k * bytes_, SMEM_UNIT) for bytes_ in (row, row_v))
+    if isinstance(config, WideDqConfig):  # the parts of S and dP, and dS
+        scores = config.tile_q * config.tile_k
+        tiles += 2 * config.slices * scores * FLOAT_BYTES + round_up(scores * 2, SMEM_UNIT)
     return round_up(max(tiles, config.tile_q * max(row, row_v)), SMEM_UNIT)
 
 

@@ -77,6 +77,8 @@ _TURING_SUMMED_DBIAS = {
     128: FlashConfig(1, 8, 64, 1, "models 0.48; 0.44 with 32 rows a warp, which spill"),
     256: FlashConfig(1, 8, 32, 1, "models 0.43, and 0.38 at 192; fills the 64 KB"),
 }
+LARGEST_HEAD_DIM = max(_TURING_SUMMED_DBIAS)
+"""Beyond it the rows that a warp keeps do not fit in its registers."""
 _GATES = {
     32: Gates(0.3, 32, items=0.22),
     64: Gates(0.4, 48, most_spills=80, items=0.32),

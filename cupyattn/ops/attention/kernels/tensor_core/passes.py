@@ -85,8 +85,8 @@ _THREADS = 256
 
 
 def _row_lanes(head_dim_v: int) -> int:
-    """Lanes that share a row of out: one for each 8 columns, a power of two from 8 on."""
-    return next(lanes for lanes in (8, 16, 32) if head_dim_v <= 8 * lanes)
+    """Lanes that share a row of out: one for each 8 columns, a power of two from 8 to 32."""
+    return next(lanes for lanes in (8, 16, 32) if head_dim_v <= 8 * lanes or lanes == WARP_SIZE)
 
 
 def scales_gradients(dtype: str) -> bool:
