@@ -67,8 +67,8 @@ def test_flash_within_bounds_of_the_reference(head_dims, deterministic, data):
 
 
 # More columns than the registers of a warp hold: all warps share them, in slices of 96 or 128.
-SHARED_HEAD_DIMS = [(264, 320), *deep(*((pair,) for pair in ((257, 512), (320, 257), (384, 384),
-                                                           (500, 264), (512, 500), (8, 512))))]  # fmt: skip
+_SHARED = ((257, 512), (320, 257), (384, 384), (500, 264), (512, 500), (8, 512))
+SHARED_HEAD_DIMS = [(264, 320), *deep(*((pair,) for pair in _SHARED))]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -183,7 +183,6 @@ _TURING_ONE_PASS: dict[int, AnyConfig] = {
     ),
     192: PairedConfig(8, 32, 1, "models 0.56 and 0.65; 0.51 with tiles of 16 queries"),
     256: PairedConfig(8, 16, 1, "models 0.54 for the warps of values; K takes half of the 64 KB"),
-    384: WideConfig(16, "models 0.62 for the warps of keys"),
     512: WideConfig(16, "models 0.58 for the warps of keys, 0.55 for both kinds together"),
 }
 _TURING_DETERMINISTIC: dict[int, AnyConfig] = {
@@ -199,7 +198,6 @@ _TURING_DETERMINISTIC: dict[int, AnyConfig] = {
     160: PairedConfig(8, 32, 1, "models 0.57, and 0.50 with tiles of 16 queries"),
     192: PairedConfig(8, 32, 1, "models 0.58, and 0.54 with tiles of 16 queries"),
     256: PairedConfig(8, 16, 1, "models 0.53; two tiles of 32 queries do not fit"),
-    384: WideConfig(16, "models 0.60 for the warps of values"),
     512: WideConfig(16, "models 0.60 for the warps of keys, 0.52 for both kinds together"),
 }
 
@@ -220,8 +218,7 @@ _ONE_PASS_GATES = {
     160: Gates(0.56),
     192: Gates(0.65, scalar=0.5, kernels=0.62),
     256: Gates(0.59, 48, kernels=0.55, most_spills=160),
-    384: Gates(0.61, scalar=0.49, kernels=0.58),
-    512: Gates(0.57, 16, scalar=0.48, most_spills=32),
+    512: Gates(0.57, 16, most_spills=32),
 }
 _DETERMINISTIC_GATES = {
     40: Gates(0.64, kernels=0.63),
@@ -232,7 +229,6 @@ _DETERMINISTIC_GATES = {
     160: Gates(0.6, scalar=0.46),
     192: Gates(0.65, kernels=0.64),
     256: Gates(0.63, 16, scalar=0.50, most_spills=32),
-    384: Gates(0.59, scalar=0.49),
     512: Gates(0.60, 32, scalar=0.48, most_spills=32),
 }
 ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
@@ -267,7 +263,6 @@ _AMPERE_ONE_PASS: dict[int, AnyConfig] = {
         *(8, 32, 1, "tiles of 64 queries do not fit; 222 and 211 TFLOP/s on an H200"),
         dq_parts=2, unroll=2,
     ),
-    384: WideConfig(16, "two tiles of 16 queries take 67 KB"),
     512: WideConfig(16, "two tiles of 16 queries take 83 KB"),
 }  # fmt: skip
 _ADA_ONE_PASS: dict[int, AnyConfig] = {
@@ -279,7 +274,6 @@ _ADA_ONE_PASS: dict[int, AnyConfig] = {
     160: PairedConfig(8, 32, 1, "tiles of 32 queries take 73 KB", dq_parts=2, unroll=2),
     192: PairedConfig(8, 32, 1, "tiles of 32 queries take 85 KB", dq_parts=2, unroll=2),
     256: PairedConfig(8, 16, 1, "two tiles of 32 queries do not fit", dq_parts=2),
-    384: WideConfig(16, "two tiles of 16 queries take 67 KB"),
     512: WideConfig(16, "two tiles of 16 queries take 83 KB"),
 }
 _HOPPER_ONE_PASS = _AMPERE_ONE_PASS | {
@@ -297,7 +291,6 @@ _AMPERE_DETERMINISTIC: dict[int, AnyConfig] = {
     160: PairedConfig(8, 32, 1, "tiles of 32 queries take 52 KB"),
     192: PairedConfig(8, 32, 1, "tiles of 32 queries take 56 KB"),
     256: PairedConfig(8, 32, 1, "tiles of 32 queries take 72 KB"),
-    384: WideConfig(16, "two tiles of 16 queries take 67 KB"),
     512: WideConfig(16, "two tiles of 16 queries take 83 KB"),
 }
 

@@ -100,7 +100,6 @@ _TURING_DQ = {
         *(1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill"),
         full_loop=False,
     ),
-    384: WideDqConfig("models 0.74 for the warps of Q"),
     512: WideDqConfig("models 0.81 for the warps of Q, 0.49 for both kinds together"),
 }
 # Items of a bias or a mask, read ahead, wait in registers for as long as the products take; the
@@ -123,7 +122,6 @@ _GATES = {
     160: Gates(0.65, scalar=0.44),
     192: Gates(0.70, 48, scalar=0.40),
     256: Gates(0.50, 304, scalar=0.41),
-    384: Gates(0.74),
     512: Gates(0.81),
 }
 _SCORE_ITEMS_GATES = {40: Gates(0.58, 16, items=0.52), 64: Gates(0.55, items=0.46)}
