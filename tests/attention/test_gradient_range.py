@@ -153,7 +153,7 @@ def test_large_gradients_are_added_to_what_is_there(deterministic: bool):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, *deep(160)])
+@pytest.mark.parametrize("head_dim", [64, *deep(160, 384)])
 def test_packed_sequences(head_dim: int, deterministic: bool):
     """Each has its own power of two, and some have no queries or no keys."""
     problem = VarlenProblem(

@@ -41,7 +41,8 @@ ARCHS = (80, 86, 90)
 HEAD_DIMS = tuple(NATIVE_ONE_PASS[80])
 MODES = [False, *deep(True)]
 # Steps of 8 columns with tails, odd head dims, whose rows are not aligned, pairs of warps, D != Dv.
-SHAPES = ((24, 40), (64, 64), (5, 8), (88, 96), (128, 128), (136, 192), (256, 249), (8, 256))
+SHAPES = ((24, 40), (64, 64), (5, 8), (88, 96), (128, 128), (136, 192), (256, 249), (8, 256),
+          (320, 264), (257, 512))  # fmt: skip
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -65,7 +66,7 @@ def test_gradients_within_bounds(dtype: str, head_dims: Any, deterministic: bool
 @examples(1, deep=24)
 @given(
     problem=attention_problems(
-        head_dims=wider([(24, 40)], [(64, 64), (128, 96), (256, 40)]),
+        head_dims=wider([(24, 40)], [(64, 64), (128, 96), (256, 40), (264, 320)]),
         dtypes=wider(["bfloat16"], ["float16"]),
         options=RUN_TIME_OPTIONS,
         option_sets=wider(*EITHER_HALF[0]),
@@ -134,7 +135,7 @@ def test_gradients_beyond_the_range_of_float16(deterministic: bool, head_dim: in
 @examples(4, deep=16)
 @given(
     problem=varlen_problems(
-        head_dims=((64, 64), (128, 128), (5, 256)),
+        head_dims=((64, 64), (128, 128), (5, 256), (320, 512)),
         dtypes=DTYPES,
         options=RUN_TIME_OPTIONS,
         option_sets=EITHER_HALF[0][1],
@@ -152,7 +153,7 @@ def test_packed_sequences_within_bounds(problem: Any, deterministic: bool):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 384])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_block_masks_within_bounds(dtype: str, head_dim: int, deterministic: bool):
     """Empty, partial and full tiles of kernels, in random order."""

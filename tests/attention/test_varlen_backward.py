@@ -130,7 +130,7 @@ SHORT = VarlenProblem(
 
 @given(
     problem=varlen_problems(
-        head_dims=wider([(64, 64)], [(24, 40), (88, 80), (128, 128), (256, 256)]),
+        head_dims=wider([(64, 64)], [(24, 40), (88, 80), (128, 128), (256, 256), (264, 512)]),
         dtypes=("float16",), options=RUN_TIME_OPTIONS,
         option_sets=wider(*EITHER_HALF[0]), **KINDS,
     ),

@@ -60,7 +60,7 @@ class SummedDbias(NamedTuple):
     scratch: bool
     """Whether that is scratch, which another kernel sums up to dbias; otherwise it is dbias."""
     ctas: int
-    """Of the kernel of sums; 0 if it has no part in it."""
+    """CTAs of the kernel of sums; 0 if there is none for the head dims."""
     shares: tuple[int, ...]
     """The numbers of the split, which the kernel takes by value."""
 

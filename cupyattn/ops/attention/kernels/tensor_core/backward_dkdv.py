@@ -218,7 +218,7 @@ _ONE_PASS_GATES = {
     160: Gates(0.56),
     192: Gates(0.65, scalar=0.5, kernels=0.62),
     256: Gates(0.59, 48, kernels=0.55, most_spills=160),
-    512: Gates(0.57, 16, most_spills=32),
+    512: Gates(0.57, 16, scalar=0.49, most_spills=48),
 }
 _DETERMINISTIC_GATES = {
     40: Gates(0.64, kernels=0.63),
@@ -229,7 +229,7 @@ _DETERMINISTIC_GATES = {
     160: Gates(0.6, scalar=0.46),
     192: Gates(0.65, kernels=0.64),
     256: Gates(0.63, 16, scalar=0.50, most_spills=32),
-    512: Gates(0.60, 32, scalar=0.48, most_spills=32),
+    512: Gates(0.60, 32),
 }
 ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
 DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)
