@@ -34,9 +34,10 @@ All but the simulation is exact for one compiler; another version of NVRTC chang
 bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to rank variants by
 differences of that size. Its rates and latencies come from public micro-benchmarks (`Machine` names
 them, and says what is assumed); one, the rate of L2, was fitted to figures that others published
-for a TITAN RTX. No Turing device has been measured with this library's kernels; the reference page "Calibration of the Turing
-model" compares published figures of other kernels. The sustained clock is known to +-20 %: it comes
-from energies of instructions and bytes with one factor for all (`cupyattn.turing.power`). Where it
+for a TITAN RTX. No Turing device has been measured with this library's kernels; the reference page
+"Calibration of the Turing model" compares published figures of other kernels. The sustained clock
+is known to +-20 %: it comes from energies of instructions and bytes with one factor for all
+(`cupyattn.turing.power`). Where it
 is below the boost clock, as on a T4 for every product, the kernel that takes less energy is faster,
 whatever its utilisation. Not modelled: bank conflicts of shared memory (the emulator counts those),
 DRAM, the rate of atomics in L2, code before and after the loop, and CTAs with less work than others

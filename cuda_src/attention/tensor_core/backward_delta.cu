@@ -27,7 +27,7 @@ struct Traits {
   static constexpr int kThreads = THREADS;
   static constexpr int kRowLanes = ROW_LANES;
   static constexpr int kRows = kThreads / kRowLanes;
-  static constexpr int kLaneChunks = div_up(kHeadDimV, kRowLanes * kChunkItems);
+  static constexpr int kLaneChunks = div_up(kHeadDimV, kRowLanes* kChunkItems);
   static_assert(kHeadDimV >= 1 && kHeadDimV <= 512, "head dims are 1 to 512");
   static_assert(kThreads % kRowLanes == 0 && kRowPad % kRows == 0, "a CTA's rows belong to one head");
 };

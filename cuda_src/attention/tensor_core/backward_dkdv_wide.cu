@@ -158,7 +158,7 @@ struct KeyWarp : SliceWarp</*kOfKeys=*/true, Traits::KTile, Traits::QTile> {
   template <typename Loader>
   __device__ __forceinline__ void query_tile(const Cta& cta, Loader& loader) {
     put_scores(cta.smem.loop.s, loader.q_s);
-    arrive_with_scores();    // s, dp: written; ds of the tile before the last: read
+    arrive_with_scores();  // s, dp: written; ds of the tile before the last: read
     add_second_half(cta, loader.left + 1);
     CountedBarrier::wait();  // p, ds: written; s, dp: read
     add_gradients(loader, cta.smem.loop.ds[loader.left % 2u], loader.q_s);

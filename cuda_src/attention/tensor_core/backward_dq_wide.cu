@@ -57,7 +57,7 @@ struct Traits {
   using Tile = ScoreTile<1, kSubTiles, Along::kN8, SCORE_VEC>;
   using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kLoadingThreads, Tile>;
   using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kLoadingThreads, Tile>;
-  using Loader = KeyLoader<KTileLoader, VTileLoader, kHalves>;
+  using Loader = KeyLoader<KTileLoader, VTileLoader, KeyTiles<KTile, VTile, kHalves>>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<void, false>;
   using Parts = PartialScores<kSlices, kKeyTiles, kRowTiles>;

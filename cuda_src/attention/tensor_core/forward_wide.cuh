@@ -89,7 +89,7 @@ struct Traits {
 };
 
 struct LoopSmem {
-  KeyTiles<Traits::KTile, Traits::VTile, ASYNC_KEYS ? 2 : 1> keys;
+  KeyTiles<Traits::KTile, Traits::VTile, ASYNC_KEYS ? 2 : 1, 2> keys;
   Traits::Exchange exchange;
 };
 
@@ -414,8 +414,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   __syncthreads();  // q: read; K, V and the exchange take its place
 
   // Phase 3: the loop over the keys, masked tiles first.
-  const Cta cta = {FragmentAddress<Traits::KTile>(sharing_warp() * chunk_groups(Traits::kSteps)),
-                   FragmentAddress<Traits::VTile>(sharing_warp() * chunk_groups(Traits::kOutTiles)),
+  const Cta cta = {FragmentAddress<Traits::KTile>(sharing_warp() * Traits::kSteps),
+                   FragmentAddress<Traits::VTile>(sharing_warp() * Traits::kOutTiles),
                    params,
                    window,
                    pass,

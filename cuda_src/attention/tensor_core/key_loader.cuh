@@ -5,11 +5,17 @@
 #include "../params.cuh"
 #include "tile_loader.cuh"
 
-// Two tiles of keys in shared memory: one half is computed, the other filled. Or one tile, where two do not fit.
-template <typename KTile, typename VTile, int kHalves = 2>
+// Two tiles of keys in shared memory: one half is computed, the other filled. Or one tile, where two do not fit; or one
+// of K, where the loop has a barrier between the products that read K and the stores of the next tile.
+template <typename KTile_, typename VTile_, int kKHalves = 2, int kVHalves = kKHalves>
 struct KeyTiles {
-  alignas(128) unsigned char k[kHalves][KTile::kBytes];
-  alignas(128) unsigned char v[kHalves][VTile::kBytes];
+  using KTile = KTile_;
+  using VTile = VTile_;
+
+  alignas(128) unsigned char k[kKHalves][KTile::kBytes];
+  alignas(128) unsigned char v[kVHalves][VTile::kBytes];
+
+  __device__ __forceinline__ static constexpr int k_bytes(int half) { return half % kKHalves * KTile::kBytes; }
 };
 
 // Addresses of the rows of a tile's keys in global memory.
@@ -23,11 +29,12 @@ enum class LookUp { kFirst, kWithV, kAfterV };
 
 // How the K and V of a head lie in memory, tile after tile. (The kernel passes the loop's position by value:
 // as a member of the loader the compiler kept it in memory for too long to place the loads well.)
-template <typename KTileLoader, typename VTileLoader, int kHalves = 2>
+template <typename KTileLoader, typename VTileLoader,
+          typename Tiles_ = KeyTiles<typename KTileLoader::Tile, typename VTileLoader::Tile>>
 struct KeyLoader {
   using KTile = typename KTileLoader::Tile;
   using VTile = typename VTileLoader::Tile;
-  using Tiles = KeyTiles<KTile, VTile, kHalves>;
+  using Tiles = Tiles_;
   using Rows = KeyRows;
   struct Entry {};  // nothing has to be looked up ahead
   static constexpr LookUp kLookUp = LookUp::kFirst;

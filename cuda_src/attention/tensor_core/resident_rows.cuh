@@ -22,7 +22,6 @@ template <typename Tile, int kCols, int kVec, int kThreads, typename Order = Row
           typename Chunks = StoredChunks<kCols, kVec>, typename Scalar = float16>
 __device__ __forceinline__ void load_rows(uint32 tile_s, const Scalar* rows_g, int64 row_stride, int valid_rows,
                                           const Chunks& chunks = {}) {
-  constexpr bool kPadded = Tile::kChunks * kChunkItems - kCols >= kChunkItems;
 #pragma unroll 4
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;

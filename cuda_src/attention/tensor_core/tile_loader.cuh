@@ -49,6 +49,13 @@ struct RowsInOrder {
   __device__ __forceinline__ static int item_of_row(int row) { return row; }
 };
 
+// Which of a thread's chunks of a tile are moved at a time: all, or a part of them between other work.
+struct TilePart {
+  int part = 0, parts = 1;
+
+  __device__ __forceinline__ bool has(int chunk, int chunks) const { return chunk * parts / chunks == part; }
+};
+
 // The threads are kThreads from number kFirstThread of the CTA on.
 template <typename Tile_, int kCols, int kVec, int kThreads, typename Order = RowsInOrder, int kFirstThread = 0>
 struct TileLoader {
@@ -123,33 +130,34 @@ struct TileLoader {
 
   // kRagged: rows from valid_rows on do not exist.
   template <bool kRagged, int kPart = 0, int kParts = 1, int kRoom>
-  __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride,
-                                       int valid_rows) const {
+  __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride, int valid_rows,
+                                       TilePart moved = {}) const {
     // Otherwise ptxas keeps an offset for each pass: too many registers at head dims 80 and 160, whose rows keep few
-    // threads busy, and from 257 on. Elsewhere the same made it place the loads worse.
-    constexpr bool kRegistersShort =
-        !kRagged && kPasses > 2 && (kPassRows * kRowLanes != kThreads || Tile::kChunks * kChunkItems > 256);
-    const uint32 from = kRegistersShort ? not_hoisted(global_offset) : global_offset;
+    // threads busy, and where parts move. Elsewhere the same made it place the loads worse.
+    const bool registers_short = kPassRows * kRowLanes != kThreads || moved.parts > 1;
+    const uint32 from = !kRagged && kPasses > 2 && registers_short ? not_hoisted(global_offset) : global_offset;
     load_rows<kRagged, kPart, kParts>(
         quads, [&](int key) { return key < valid_rows; },
         [&](int pass) {
           const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
           return lowest_g + (from + keys * row_bytes(row_stride));
         },
-        part);
+        moved);
   }
 
   // Fetch from any addresses: pass_g(pass) is the address of this thread's first chunk of its row. A chunk is a
   // quad, or as many bytes as it has in memory.
   template <bool kRagged, int kPart = 0, int kParts = 1, typename Chunk, int kRoom, typename Exists,
             typename PassAddress>
-  __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g) const {
+  __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g,
+                                            TilePart moved = {}) const {
     constexpr int kBegin = part_begin(kPart, kParts), kEnd = part_begin(kPart + 1, kParts);
     static_assert(kPasses * (kEnd - kBegin) <= kRoom, "every chunk has a place");
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
 #pragma unroll
       for (int group = kBegin; group < kEnd; group++) {
+        if (!moved.has(pass * kColumnGroups + group, kQuads)) continue;
         Chunk& loaded = chunks[pass * (kEnd - kBegin) + group - kBegin];
         if (kRagged || kPadded) loaded = Chunk{};
         if (!owns(pass) || (kRagged && !exists(key_of_pass(pass)))) continue;
@@ -165,7 +173,7 @@ struct TileLoader {
   // the columns.
   template <bool kRagged>
   __device__ __forceinline__ void copy(uint32 tile_s, const char* lowest_g, int64 row_stride, int valid_rows,
-                                       TilePart part = {}) const {
+                                       TilePart moved = {}) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
@@ -174,7 +182,7 @@ struct TileLoader {
       const char* from_g = lowest_g + (global_offset + keys * row_bytes(row_stride));
 #pragma unroll
       for (int group = 0; group < kColumnGroups; group++) {
-        if (!owns(pass) || !part.has(pass * kColumnGroups + group, kQuads)) continue;
+        if (!owns(pass) || !moved.has(pass * kColumnGroups + group, kQuads)) continue;
         const int at = chunk + group * kRowLanes, ahead = group * kRowLanes * kChunkBytes;
         const bool exists = (!kRagged || key_of_pass(pass) < valid_rows) && (!kPadded || at * kChunkItems < kCols);
         copy_chunk<kCols, kVec, kRagged || kPadded>(to_s + ahead, from_g + ahead, at, exists);
@@ -183,20 +191,21 @@ struct TileLoader {
   }
 
   template <int kPart = 0, int kParts = 1, int kRoom>
-  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom]) const {
+  __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom], TilePart moved = {}) const {
     constexpr int kBegin = part_begin(kPart, kParts), kGroups = part_begin(kPart + 1, kParts) - kBegin;
-    store_made<kPart, kParts>(tile_s, [&](int pass, int group) { return quads[pass * kGroups + group - kBegin]; });
+    store_made<kPart, kParts>(
+        tile_s, [&](int pass, int group) { return quads[pass * kGroups + group - kBegin]; }, moved);
   }
 
   // Bring quads that are made here.
   template <int kPart = 0, int kParts = 1, typename Quad>
-  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad) const {
+  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad, TilePart moved = {}) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
 #pragma unroll
       for (int group = part_begin(kPart, kParts); group < part_begin(kPart + 1, kParts); group++) {
-        if (!owns(pass)) continue;
+        if (!owns(pass) || !moved.has(pass * kColumnGroups + group, kQuads)) continue;
         const uint32 at = ((tile_s + shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
         st_shared_v4(at + group * kRowLanes * kChunkBytes, quad(pass, group));
       }

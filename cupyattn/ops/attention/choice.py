@@ -154,10 +154,10 @@ def choose_forward(
 
 
 TENSOR_CORE_HEAD_DIMS: Mapping[str, int] = {
-    "native": 256,
-    "native_paged": 256,
-    "tensor_core": 256,
-    "tensor_core_paged": 256,
+    "native": 512,
+    "native_paged": 512,
+    "tensor_core": 512,
+    "tensor_core_paged": 512,
     "backward": 512,
 }
 """The largest D and Dv of each family of kernels on tensor cores; others take float32 arithmetic.

@@ -228,7 +228,7 @@ _DETERMINISTIC_GATES = {
     128: Gates(0.67, 16, options=0.62, most_spills=64),
     160: Gates(0.6, scalar=0.46),
     192: Gates(0.65, kernels=0.64),
-    256: Gates(0.63, 16, scalar=0.50, most_spills=32),
+    256: Gates(0.63, 16, scalar=0.43, most_spills=32),
     512: Gates(0.60, 32),
 }
 ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)

@@ -114,14 +114,14 @@ _TURING_DQ_BLOCKS = {
 }
 
 _GATES = {
-    40: Gates(0.79, scalar=0.53, most_spills=128),
-    64: Gates(0.89, 80, scalar=0.74, options=0.70, kernels=0.84, most_spills=112),
-    80: Gates(0.80, 80, scalar=0.53, items=0.70, kernels=0.78, most_spills=96),
-    96: Gates(0.78, 96, scalar=0.51, most_spills=112),
-    128: Gates(0.73, 48, scalar=0.64, items=0.67, options=0.71, most_spills=80),
-    160: Gates(0.65, scalar=0.44),
-    192: Gates(0.70, 48, scalar=0.40),
-    256: Gates(0.50, 304, scalar=0.41),
+    40: Gates(0.74, scalar=0.43, most_spills=128),
+    64: Gates(0.89, 80, scalar=0.66, options=0.70, kernels=0.84, most_spills=112),
+    80: Gates(0.8, 80, scalar=0.41, items=0.63, kernels=0.78, most_spills=96),
+    96: Gates(0.78, 96, scalar=0.41, most_spills=112),
+    128: Gates(0.73, 48, scalar=0.57, items=0.67, options=0.71, most_spills=80),
+    160: Gates(0.65, scalar=0.36),
+    192: Gates(0.7, 48, scalar=0.31),
+    256: Gates(0.5, 304, scalar=0.38),
     512: Gates(0.81),
 }
 _SCORE_ITEMS_GATES = {40: Gates(0.58, 16, items=0.52), 64: Gates(0.55, items=0.46)}

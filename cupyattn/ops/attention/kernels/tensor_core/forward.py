@@ -173,6 +173,7 @@ _GATES = {
     160: Gates(0.69, scalar=0.38, kernels=0.64, most_spills=64),
     192: Gates(0.73, scalar=0.54, kernels=0.68),
     256: Gates(0.67, 32, scalar=0.49, kernels=0.65, most_spills=64),
+    512: Gates(0.54, 64, scalar=0.47, items=0.49, options=0.49, kernels=0.48, most_spills=144),
 }
 _WITH_GATES = {
     "dropout": {40: Gates(0.62, options=0.55), 80: Gates(0.75)},
