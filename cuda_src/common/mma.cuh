@@ -27,6 +27,14 @@ __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32 (&a)[2],
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
+// With float16 sums, which GeForce GPUs add twice as fast: c[0] is row g, c[1] row g + 8, two columns each. The sum of
+// c and eight products is rounded once, to nearest even.
+__device__ __forceinline__ void mma_m16n8k8_f16(uint32 (&c)[2], const uint32 (&a)[2], uint32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
+               : "+r"(c[0]), "+r"(c[1])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // Two k8 steps, a times b and next_a times next_b, in one instruction.
 template <typename Scalar = float16>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32 (&a)[2], const uint32 (&next_a)[2], uint32 b,

@@ -14,16 +14,26 @@ from numpy.testing import assert_array_equal
 from support.backward_runs import check as check_backward
 from support.backward_runs import placed
 from support.backward_runs import run as gradients_of
-from support.devices import DTYPES, FLOAT_DTYPES, KERNELS, SENTINEL, GpuArrays, dtype_of
-from support.forward_runs import TEACHING, check, in_float32, run
-from support.search import deep, examples, wider
+from support.devices import (
+    DTYPES,
+    FLOAT_DTYPES,
+    KERNELS,
+    SENTINEL,
+    GpuArrays,
+    dtype_of,
+    emulated,
+    without_tensor_cores,
+)
+from support.forward_runs import TEACHING, check, check_half_sums, in_float32, run
+from support.search import Search, deep, examples, wider
 from support.strategies import EITHER_HALF, FRUGAL, LONGEST, RUN_TIME_OPTIONS, attention_problems
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention.kernels.float32.forward import FLASH as FLASH_F32
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
-from cupyattn.ops.attention.kernels.tensor_core.forward import FLASH
+from cupyattn.ops.attention.kernels.tensor_core.forward import FLASH, half_sums_row
+from cupyattn.ops.attention.options import MAX_HALF_SUM_VALUE
 from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -417,6 +427,105 @@ def test_causal_rows_ignore_later_keys(dtype: str, q_offset: int):
     else:
         assert_array_equal(later_dq[:, :rows], dq[:, :rows])
     assert (after[0][:, rows] != before[0][:, rows]).any(), "the keys were not changed"
+
+
+HALF_SUM_HEAD_DIMS = [(24, 40), (64, 64), *deep(((128, 128),), ((96, 72),), ((256, 160),))]
+
+
+@pytest.mark.parametrize("head_dims", HALF_SUM_HEAD_DIMS, ids=str)
+@examples(3, deep=24)
+@given(data=st.data())
+def test_float16_accumulators_within_bounds(head_dims: tuple[int, int], data: st.DataObject):
+    problems = attention_problems(
+        head_dims=(head_dims,), dtypes=("float16",), options=RUN_TIME_OPTIONS, largest=LONGEST,
+        option_sets=wider(*EITHER_HALF[0]) if Search.deep else ({},), **FRUGAL,
+    )  # fmt: skip
+    check_half_sums(data.draw(problems))
+
+
+@pytest.mark.parametrize("head_dim", [64, *deep((40,), (80,), (128,), (256,))])
+@pytest.mark.parametrize("scores", ["equal", "rising"])
+def test_float16_accumulators_hold_the_largest_values(head_dim: int, scores: str):
+    """All weights of a tile alike add up to the most; rising scores outgrow a stale maximum."""
+    keys, rows = 200, 40
+    q = np.ones((1, rows, 1, head_dim), np.float16)
+    k = np.zeros((1, keys, 1, head_dim), np.float16)
+    if scores == "rising":
+        k[..., 0] = np.linspace(-60, 60, keys)[:, None]
+    v = np.full((1, keys, 1, head_dim), MAX_HALF_SUM_VALUE, np.float16)
+    v[..., ::2] *= -1
+    put = [KERNELS.put(array) for array in (q, k, v)]
+    out = KERNELS.get(cupyattn.attention(*put, softmax_scale=1.0, accumulator="float16"))
+    tile_k = half_sums_row(75, head_dim, head_dim).tile_k
+    bound, _ = reference.attention_bound(
+        q, k, v, softmax_scale=1.0, dtype="float16", tile_k=tile_k, half_sums=tile_k
+    )
+    assert reference.error_ratio(out, np.broadcast_to(v[:, :1], out.shape), bound) <= 1
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "paged"])
+def test_float16_accumulators_refuse_large_values_in_use(kind: str):
+    """Values of keys that are not in use may be anything."""
+    q, k, v = (np.ones((2, 32, 2, 64), np.float16) for _ in range(3))
+    v[:, 20:] = np.inf
+    v[1, 22:] = 300
+    lengths = np.array([20, 20], np.int32)
+    options: dict[str, Any] = {"accumulator": "float16"}
+    arrays: list[Any] = [q, k, v]
+    if kind == "dense":
+        options["seqused_k"] = lengths
+    elif kind == "packed":
+        bounds = np.array([0, 32, 64], np.int32)
+        arrays = [x.reshape(64, 2, 64) for x in arrays] + [bounds, bounds, 32, 32]
+        options["seqused_k"] = lengths
+    else:
+        table = np.array([[0, 1], [2, 3]], np.int32)
+        arrays = [q, *(x.reshape(4, 16, 2, 64) for x in (k, v)), table, lengths]
+    call = {
+        "dense": cupyattn.attention,
+        "packed": cupyattn.attention_varlen,
+        "paged": cupyattn.paged_attention,
+    }[kind]
+    with cupyattn.backend("emulator"):
+        assert (call(*arrays, **options) == 1).all()
+        lengths[1] = 23
+        with pytest.raises(ValueError, match=r"v has absolute values up to 300\.0.*at most 250"):
+            call(*arrays, **options)
+
+
+def test_float16_accumulators_are_refused_where_no_kernel_has_them():
+    x = np.ones((1, 32, 1, 64), np.float16)
+    wide = x.astype(np.float32)
+    with pytest.raises(ValueError, match="accumulator = 'float64'"):
+        cupyattn.attention(x, x, x, accumulator="float64")
+    with pytest.raises(ValueError, match="q of float32 and v of float32"):
+        cupyattn.attention(wide, wide, wide, accumulator="float16")
+    assert_array_equal(cupyattn.attention(x, x, x, accumulator="float16"), x)
+    with emulated(80), pytest.raises(NotImplementedError, match=r"capability 8\.0.*as fast"):
+        cupyattn.attention(x, x, x, accumulator="float16")
+    with without_tensor_cores(), pytest.raises(NotImplementedError, match="without tensor cores"):
+        cupyattn.attention(x, x, x, accumulator="float16")
+    with cupyattn.backend("emulator"), pytest.raises(NotImplementedError, match="accumulator"):
+        cupyattn.attention(x, x, x, accumulator="float16", implementation="tiled")
+    with cupyattn.backend("emulator"):
+        explained = str(cupyattn.explain(cupyattn.attention, x, x, x, accumulator="float16"))
+    assert "sums of a tile of keys are float16" in explained
+
+
+def test_packed_and_paged_float16_accumulators_give_the_dense_result():
+    rng = np.random.default_rng(5)
+    q, k, v = rng.standard_normal((3, 1, 48, 2, 64)).astype(np.float16)
+    bounds, table = np.array([0, 48], np.int32), np.arange(3, dtype=np.int32)[None]
+    pools = [x.reshape(3, 16, 2, 64) for x in (k, v)]
+    options: dict[str, Any] = {"causal": True, "accumulator": "float16"}
+    with cupyattn.backend("emulator"):
+        dense = cupyattn.attention(q, k, v, **options)
+        packed = cupyattn.attention_varlen(q[0], k[0], v[0], bounds, bounds, 48, 48, **options)
+        paged = cupyattn.paged_attention(q, *pools, table, bounds[1:], **options)
+        plain = cupyattn.attention(q, k, v, causal=True)
+    assert_array_equal(packed, dense[0])
+    assert_array_equal(paged, dense)
+    assert (plain != dense).any(), "the same sums"
 
 
 def test_inputs_are_untouched():

@@ -60,7 +60,8 @@ SCORE_OPTIONS = {"axis": -1, "scale": 1.0, "mask": None, "bias": None, "causal":
 SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     attention: (
         ("q", "k", "v"),
-        {**SHARED_OPTIONS, "return_lse": False, "implementation": "flash", "out": None,
+        {**SHARED_OPTIONS, "return_lse": False, "implementation": "flash",
+         "accumulator": "float32", "out": None,
          "workspace": None},
     ),
     attention_backward: (
@@ -71,7 +72,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cupyattn.attention_varlen: (
         (*("q", "k", "v"), *PACKED),
-        {**SHARED_OPTIONS, "return_lse": False, "out": None, "workspace": None},
+        {**SHARED_OPTIONS, "return_lse": False, "accumulator": "float32", "out": None,
+         "workspace": None},
     ),
     cupyattn.attention_varlen_backward: (
         (*("dout", "q", "k", "v", "out", "lse"), *PACKED),
@@ -82,7 +84,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         ("q", "k_cache", "v_cache", "block_table", "seqlens_k"),
         {"cu_seqlens_q": None, "max_seqlen_q": 1, "causal": False, "softmax_scale": None,
          "window_size": None, "softcap": None, "sinks": None, "alibi_slopes": None,
-         "k_scales": None, "v_scales": None, "return_lse": False, "out": None, "workspace": None},
+         "k_scales": None, "v_scales": None, "return_lse": False, "accumulator": "float32",
+         "out": None, "workspace": None},
     ),
     cupyattn.block_mask: (("mask_mod", "Sq", "Sk"), {"B": 1, "H": 1, "q_offset": None}),
     cupyattn.append_kv: (

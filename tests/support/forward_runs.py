@@ -14,8 +14,13 @@ from cupyattn import reference
 from cupyattn.ops.attention import choice
 from cupyattn.ops.attention import forward as attention_forward
 from cupyattn.ops.attention.kernels.float32.forward import flash_row as flash_f32_row
+from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
-from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
+from cupyattn.ops.attention.kernels.tensor_core.forward import (
+    FlashConfig,
+    flash_row,
+    half_sums_row,
+)
 from cupyattn.runtime.arch import ARCH_VARIABLE
 from cupyattn.runtime.device.cuda import device_count
 from cupyattn.testing import AttentionCase
@@ -28,12 +33,12 @@ def in_float32(dtype: str, native: bool) -> bool:
     return dtype == "float32" or (dtype == "bfloat16" and not native)
 
 
-def run(problem: AttentionCase, implementation: str) -> tuple[np.ndarray, np.ndarray]:
+def run(problem: AttentionCase, implementation: str, **more: str) -> tuple[np.ndarray, np.ndarray]:
     """Run one problem on the device; returns out and lse as NumPy arrays."""
     arrays = [KERNELS.put(array) for array in problem.arrays()]
     options = {name: placed(KERNELS, value) for name, value in problem.keywords().items()}
     out, lse = cupyattn.attention(
-        *arrays, **options, return_lse=True, implementation=implementation
+        *arrays, **options, return_lse=True, implementation=implementation, **more
     )
     return KERNELS.get(out), KERNELS.get(lse)
 
@@ -44,11 +49,26 @@ def check(problem: AttentionCase, implementation: str, native: bool | None = Non
     assert max(ratios.values()) <= 1, ratios
 
 
+def check_half_sums(problem: AttentionCase) -> None:
+    """Run one problem with float16 accumulators: out and lse are within their bounds."""
+    found = run(problem, "flash", accumulator="float16")
+    keys = max(row.tile_k for row in half_sums_rows(problem.D, problem.Dv))
+    ratios = ratios_of(problem, found, "flash", native=False, half_sums=keys)
+    assert max(ratios.values()) <= 1, ratios
+
+
+def half_sums_rows(head_dim: int, head_dim_v: int) -> list[FlashConfig]:
+    """The configurations with float16 accumulators for these head dims, with any options."""
+    of_options = (FlashOptions(), FlashOptions(dropout=True), FlashOptions(softcap=True))
+    return [half_sums_row(75, head_dim, head_dim_v, options) for options in of_options]
+
+
 def ratios_of(
     problem: AttentionCase,
     found: tuple[np.ndarray, np.ndarray],
     implementation: str,
     native: bool | None = None,
+    half_sums: int = 0,
 ) -> dict[str, float]:
     """The errors of out and lse over their bounds; by default as the device's kernels round."""
     if native is None:
@@ -63,6 +83,7 @@ def ratios_of(
         tile_k=tile_k,
         float32_weights=implementation in TEACHING or in_float32(problem.dtype, native),
         native=native,
+        half_sums=half_sums,
         **options,
     )
     return {

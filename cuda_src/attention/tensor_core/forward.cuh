@@ -16,6 +16,7 @@
 #include "dropout.cuh"
 #include "epilogue.cuh"
 #include "key_loader.cuh"
+#include "output_sums.cuh"
 #include "products.cuh"
 #include "resident_rows.cuh"
 #include "score_items.cuh"
@@ -47,7 +48,8 @@ struct Traits {
   using Items = ForwardItems<Pass, Tile>;
   using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
   using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
-  using Softmax = ::Softmax<kMTiles, kOutTiles, Scalar>;
+  using Sums = OutputSums<ACCUMULATOR, kTileK>;
+  using Softmax = ::Softmax<kMTiles, kOutTiles, Scalar, typename Sums::template Range<Scalar>>;
 
   static constexpr bool kSinks = kGiven<SINKS>;
   static constexpr bool kDropout = DROPOUT;
@@ -90,14 +92,6 @@ __device__ __forceinline__ void add_scores(Scores<Traits::Tile>& scores, const W
     add_product_nt<kGroup, Traits::Scalar>(scores.s[n], warp.q, k_s + n * 8 * Traits::KTile::kRowBytes, cta.k_fragment);
   }
   if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_scores<kGroup + 1>(scores, warp, cta, k_s);
-}
-
-// O += P V for 8 keys, likewise.
-template <int kGroup = 0>
-__device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
-                                           uint32 v_s) {
-  add_product_nn<kGroup, Traits::Scalar>(warp.softmax.acc, p, v_s, cta.v_fragment);
-  if constexpr (kGroup + 1 < chunk_groups(Traits::kOutTiles)) add_output<kGroup + 1>(warp, cta, p, v_s);
 }
 
 // One bit for each of a thread's scores.
@@ -180,10 +174,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
     Traits::Tile::Packed p;
     softmax_tile<kMasked>(p, scores, warp, items, cta, first_key, whole, partial, seen);
     if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.coords, warp.first_row, first_key);
-#pragma unroll
-    for (int n = 0; n < Traits::kKeyTiles; n++) {
-      add_output(warp, cta, p[n], v_s + n * 8 * Traits::VTile::kRowBytes);
-    }
+    Traits::Sums::add<Traits::Scalar>(warp.softmax.acc, p, v_s, cta.v_fragment);
   }
   if (more) loader.store_v(quads, next_v_s);
   loader.keep(next, ahead);

@@ -32,6 +32,7 @@ template <>
 struct PackedRange<float16> {
   __device__ static constexpr float headroom_log2() { return kHeadroomLog2; }
   __device__ static constexpr float shift_log2() { return kShiftLog2; }
+  __device__ static constexpr float spare_log2() { return kSpareLog2; }
   __device__ static constexpr float largest_packed() { return kLargestPacked; }
   __device__ static constexpr float unshift() { return kUnshift; }
   __device__ __forceinline__ static uint32 pack(float x, float y) { return pack_shifted(x, y); }
@@ -43,15 +44,16 @@ template <>
 struct PackedRange<bfloat16> {
   __device__ static constexpr float headroom_log2() { return 0.f; }
   __device__ static constexpr float shift_log2() { return 0.f; }
+  __device__ static constexpr float spare_log2() { return kSpareLog2; }
   __device__ static constexpr float largest_packed() { return 128.f; }
   __device__ static constexpr float unshift() { return 1.f; }
   __device__ __forceinline__ static uint32 pack(float x, float y) { return pack_pair<bfloat16>(x, y); }
 };
 #endif
 
-template <int kMTiles, int kOutTiles, typename Scalar = float16>
+template <int kMTiles, int kOutTiles, typename Scalar = float16, typename Range_ = PackedRange<Scalar>>
 struct Softmax {
-  using Range = PackedRange<Scalar>;
+  using Range = Range_;
 
   // How P and its sums are kept, for the epilogue.
   __device__ __forceinline__ static constexpr float headroom_log2() { return Range::headroom_log2(); }
@@ -124,7 +126,7 @@ struct Softmax {
         }
         // Rounded up: of a maximum of -1e10 the rounding is hundreds, and below it P would overflow.
         top[i][half] = __fmaf_ru(largest, kLog2E, -Range::shift_log2());
-        fits = fits && top[i][half] - m[i][half] <= kSpareLog2;
+        fits = fits && top[i][half] - m[i][half] <= Range::spare_log2();
       }
     }
     if (__all_sync(kFullWarp, fits)) return;

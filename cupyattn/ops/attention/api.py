@@ -50,6 +50,7 @@ class AttentionKeywords(TypedDict, total=False):
     rotary: tuple[Array, Array] | Rotary | None
     score_mod: ScoreModLike | None
     mask_mod: MaskModLike | None
+    accumulator: str
     workspace: Array | None
 
 
@@ -124,6 +125,7 @@ def attention(
     mask_mod: MaskModLike | None = None,
     return_lse: bool = False,
     implementation: str = "flash",
+    accumulator: str = "float32",
     out: Array | tuple[Array, Array] | None = None,
     workspace: Array | None = None,
 ) -> Any:
@@ -209,6 +211,14 @@ def attention(
         (shared-memory tiles with the online softmax) are for reading and comparing; their only
         options are causal, softmax_scale, return_lse and out. On NumPy arrays the implementation
         makes no difference.
+    accumulator : {"float32", "float16"}
+        The type of the sums of weights times v on the tensor cores of compute capability 7.5, for
+        float16 arrays. "float16" sums a tile of 16 to 64 keys in float16, and the tiles in float32.
+        It is for GeForce RTX 20xx GPUs, which add such products twice as fast; a T4 does not gain.
+        Absolute values of v in use are at most 250. On a GPU larger ones may give infinities or
+        NaN; on NumPy arrays, and where values are checked (`backend`), they are an error. Weights
+        below 2**-16 of a query's largest may be lost (see Notes). Calls that "flash" decodes
+        accumulate in float32, and so do NumPy arrays. Other GPUs and dtypes are an error.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
@@ -256,6 +266,10 @@ def attention(
     overflow. On a GPU a seqused_k outside of 0 to Sk is clamped; on NumPy arrays it is an error. A
     call runs on the current stream of its arrays' device and does not synchronise.
 
+    With ``accumulator="float16"`` each sum of a tile of n keys is rounded n / 8 times, by 2**-11 of
+    its terms' absolute values, and weights below 2**-16 of the row's largest (2**-18 with tiles of
+    16 keys, from head dim 97 on) become 0, where they otherwise do below 2**-23.
+
     "flash" splits the keys of calls with 1 to 16 queries, 256 keys or more that a window leaves
     them, D = Dv and none of mask, bias, dropout, score_mod and mask_mod, as Flash-Decoding does
     (Dao et al., 2023); but not where so many heads and sequences fill the GPU that this would be
@@ -291,7 +305,10 @@ def attention(
     arrays = AttentionArrays(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace)
     operands, problem, seed = attention_call(
         arrays,
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
+        (
+            *(causal, softmax_scale, window_size, softcap, dropout_p, seed is not None),
+            *(implementation, accumulator),
+        ),
         q_offset,
         seed,
         rotary,
@@ -489,7 +506,10 @@ def attention_backward(
     )
     operands, problem, seed = attention_call(
         arrays,
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
+        (
+            *(causal, softmax_scale, window_size, softcap, dropout_p, seed is not None),
+            *(implementation, "float32"),
+        ),
         q_offset,
         seed,
         rotary,

@@ -36,6 +36,7 @@ class PagedKeywords(TypedDict, total=False):
     alibi_slopes: Array | None
     k_scales: Array | None
     v_scales: Array | None
+    accumulator: str
     workspace: Array | None
 
 
@@ -103,6 +104,7 @@ def paged_attention(
     k_scales: Array | None = None,
     v_scales: Array | None = None,
     return_lse: bool = False,
+    accumulator: str = "float32",
     out: Array | tuple[Array, Array] | None = None,
     workspace: Array | None = None,
 ) -> Any:
@@ -156,6 +158,9 @@ def paged_attention(
         ``zeros((num_blocks, G, block_size)).swapaxes(1, 2)``, no more is read than is wanted.
     return_lse : bool
         Return the log-sum-exp of the scores too.
+    accumulator : {"float32", "float16"}
+        The type of the sums of weights times v, as in `attention`, of calls that are not decoded
+        and have caches of float16.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
@@ -180,6 +185,8 @@ def paged_attention(
         values are checked (`backend`; NumPy arrays always) for lengths beyond what the table can
         hold, for ids of blocks that do not exist and for a cu_seqlens_q that does not fit. On a GPU
         such lengths are clamped, and a wrong id is read wherever it points.
+    NotImplementedError
+        On a GPU or the emulator, for ``accumulator="float16"`` where `attention` refuses it.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -250,7 +257,7 @@ def paged_attention(
     )
     operands = adopt(arrays, _FIXES)
     options = (causal, softmax_scale, window_size, softcap)
-    problem = paged_problem(operands, options, max_seqlen_q)
+    problem = paged_problem(operands, options, max_seqlen_q, accumulator)
     device = device_of(operands)
     if device is None:
         rounded = _on_cpu(problem, cast("PagedArrays[NDArray[Any]]", operands.arrays))

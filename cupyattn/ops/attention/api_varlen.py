@@ -121,6 +121,7 @@ def attention_varlen(
     score_mod: ScoreModLike | None = None,
     mask_mod: MaskModLike | None = None,
     return_lse: bool = False,
+    accumulator: str = "float32",
     out: Array | tuple[Array, Array] | None = None,
     workspace: Array | None = None,
 ) -> Any:
@@ -171,6 +172,8 @@ def attention_varlen(
         ``document[min(begin[b] + q_idx, last)]``, with total_q - 1 as ``last``.
     return_lse : bool
         Return the log-sum-exp of the scores too.
+    accumulator : {"float32", "float16"}
+        The type of the sums of weights times v, as in `attention`.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
@@ -194,7 +197,8 @@ def attention_varlen(
         that is longer than max_seqlen. On a GPU such lengths are clamped to the arrays and to
         max_seqlen: nothing is read beyond.
     NotImplementedError
-        On a GPU or the emulator, for a score_mod or mask_mod that is a Python function.
+        On a GPU or the emulator, for a score_mod or mask_mod that is a Python function, and for
+        ``accumulator="float16"`` where `attention` refuses it.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -231,7 +235,10 @@ def attention_varlen(
     )
     operands, problem, seed = attention_call(
         arrays,
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, "flash"),
+        (
+            *(causal, softmax_scale, window_size, softcap, dropout_p, seed is not None),
+            *("flash", accumulator),
+        ),
         *(q_offset, seed, rotary, score_mod, mask_mod, max_seqlen_q, max_seqlen_k),
     )
     device = device_of(operands)
@@ -378,7 +385,10 @@ def attention_varlen_backward(
     )
     operands, problem, seed = attention_call(
         arrays,
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, "flash"),
+        (
+            *(causal, softmax_scale, window_size, softcap, dropout_p, seed is not None),
+            *("flash", "float32"),
+        ),
         *(q_offset, seed, rotary, score_mod, mask_mod, max_seqlen_q, max_seqlen_k),
     )
     device = device_of(operands)

@@ -40,6 +40,10 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
   rounding's real operands).
 - bfloat16 has tensor cores from sm_80 on (`native`): u_in is then 2**-8, and P is kept as it is.
   Its exponents are float32's: nothing is shifted or scaled, and no more is lost than in float32.
+- Float16 accumulators (`half_sums`) add n keys of a tile in n / 8 steps, each of which rounds a sum
+  to nearest: n / 8 2**-11 of the terms' absolute values, or 2**-25 where the sum is subnormal.
+  P = 1 is then stored as 2**h, the largest power of two with n 2**h <= 256. So flush is 2**-14-h,
+  of which only P below it lose anything, and a subnormal sum loses 2**-25-h of the row's largest P.
 - exponent_shift and flush: float16 kernels may hold P times 2**-103, which packs it without
   conversions. Exponents then carry up to 112 log 2 more, and a P below 2**-23 of the row's largest
   falls below 2**-126, that is to 0. It shows where a sink outweighs every key. Native kernels keep
@@ -90,7 +94,12 @@ from cupyattn.ops.attention.reference.dense import (
     attention_backward,
     row_delta,
 )
-from cupyattn.ops.attention.reference.scores import ScoreBlock, ScoreBlocks, probabilities
+from cupyattn.ops.attention.reference.scores import (
+    ScoreBlock,
+    ScoreBlocks,
+    WeightPrecision,
+    probabilities,
+)
 from cupyattn.ops.rope.reference import pairs_of
 from cupyattn.runtime.precision import TINY32, U32, Float64, Precision, precision_of
 
@@ -99,31 +108,6 @@ from cupyattn.runtime.precision import TINY32, U32, Float64, Precision, precisio
 EPS_TANH = 8 * U32
 ROTATION = 8 * U32
 _STALE = 16 * float(np.log(2))  # kMostLog2 in cuda_src/attention/native/softmax.cuh
-
-
-@dataclass(frozen=True)
-class WeightPrecision(Precision):
-    """The precision of an attention kernel, and the range of the P that it keeps."""
-
-    exponent_shift: float = 0.0
-    flush: float = TINY32
-
-    @classmethod
-    def of(
-        cls, dtype: DTypeLike, *, float32_weights: bool, native: bool = False
-    ) -> WeightPrecision:
-        """Return the precision for a dtype; with `float32_weights`, P is kept in float32.
-
-        `native` kernels, of sm_80 or later, have P of bfloat16 where q, k and v are.
-        """
-        kernel = precision_of(dtype)
-        if float32_weights:
-            return cls(U32, TINY32, kernel.u_out, kernel.tiny_out)
-        if kernel == precision_of("float16"):
-            return cls(**vars(kernel), exponent_shift=112 * float(np.log(2)), flush=2.0**-23)
-        if native and kernel == precision_of("bfloat16"):
-            return cls(kernel.u_out, TINY32, kernel.u_out, kernel.tiny_out)
-        return cls(**vars(kernel))
 
 
 @dataclass(frozen=True)
@@ -217,6 +201,7 @@ def attention_bound(
     tile_k: int,
     float32_weights: bool = False,
     native: bool = False,
+    half_sums: int = 0,
     **options: Any,
 ) -> tuple[Float64, Float64]:
     """Error bounds of attention's results; the module's docstring has the derivation.
@@ -233,6 +218,8 @@ def attention_bound(
         The kernel keeps P in float32, whatever the dtype.
     native : bool
         The kernel is one of sm_80 or later, which keeps P of bfloat16 calls in bfloat16.
+    half_sums : int
+        Keys that are summed in float16 accumulators; 0 for float32 accumulators.
     **options
         See `scores.ScoreBlocks`.
 
@@ -247,7 +234,9 @@ def attention_bound(
     ValueError
         If there are no bounds for the dtype.
     """
-    precision = WeightPrecision.of(dtype, float32_weights=float32_weights, native=native)
+    precision = WeightPrecision.of(
+        dtype, float32_weights=float32_weights, native=native, half_sums=half_sums
+    )
     shift = max(precision.exponent_shift, _STALE if native else 0.0)
     out, lse = attention(q, k, v, **options)
     blocks = ScoreBlocks(q, k, v, **options)
@@ -266,17 +255,20 @@ def attention_bound(
             ds = errors.dot * reach + U32 * magnitude + errors.softcap
             sums = (keys + 8 * tiles) * U32
             lost = ds > 0.5
-            eps = precision.u_in + np.where(lost, 0.0, 4 * ds) + sums
+            eps = precision.u_in + precision.u_sums + np.where(lost, 0.0, 4 * ds) + sums
             factor = errors.visible if block.kept is None else errors.visible * block.kept
             abs_v = np.abs(block.v)
-            error = eps[:, None] * ((p * factor) @ abs_v) + precision.flush * (factor @ abs_v)
+            flushed = precision.flushed(p)
+            error = eps[:, None] * ((p * factor) @ abs_v) + (flushed * factor) @ abs_v
             if lost.any():
                 largest = (factor[..., None] * abs_v).max(axis=1, initial=0.0)
                 error += np.where(lost[:, None], 2 * largest, 0.0)
             error += TINY32 * factor.sum(axis=-1, keepdims=True)
+            error += precision.tiny_sums(k.shape[1]) * factor.max(-1, keepdims=True, initial=0.0)
             out_bound[block.b, block.rows, block.h] = error
             exponent = np.abs(block_lse) + np.log(np.maximum(keys, 1)) + shift
-            error = 2 * ds + sums + 4 * U32 * exponent + keys * precision.flush
+            flushed = (flushed * errors.visible).sum(axis=-1)
+            error = 2 * ds + sums + 4 * U32 * exponent + flushed
             lse_bound[block.at] = np.where(np.isinf(block_lse), 0.0, error)
         out_bound += precision.store(out)
     return out_bound, lse_bound

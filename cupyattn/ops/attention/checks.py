@@ -233,6 +233,7 @@ def described_problem(
         overlaps=Overlaps.of(given, (*results, "workspace")),
     )
     _require_valid_option_arrays(problem)
+    require_half_sums(problem)
     if layouts.workspace is not None:
         require_workspace(layouts.workspace)
     return problem
@@ -309,6 +310,18 @@ def require_heads_options(problem: AttentionProblem) -> None:
         require_dtype("sinks", sinks, floats)
         require_shape("sinks", sinks, (problem.heads,), "(H,)")
         require_whole_item_strides("sinks", sinks)
+
+
+def require_half_sums(problem: AttentionProblem) -> None:
+    """Raise ValueError for float16 accumulators of other numbers than float16."""
+    v = problem.layouts.v.dtype
+    if problem.options.accumulator == "float16" and not problem.dtype == v == np.float16:
+        raise error(
+            ValueError,
+            f"accumulator='float16' with q of {problem.dtype} and v of {v}",
+            "only products of float16 arrays have float16 sums",
+            "leave it out, or convert the arrays to float16",
+        )
 
 
 def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, ...]) -> None:

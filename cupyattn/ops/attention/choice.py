@@ -42,6 +42,7 @@ from cupyattn.ops.attention.kernels.tensor_core.forward import (
     admissible_rows,
     flash_longest_tile,
     flash_row,
+    half_sums_row,
 )
 from cupyattn.ops.attention.options import ALL_OPTIONS, DECODE_OPTIONS, TEACHING_OPTIONS
 from cupyattn.ops.attention.params import (
@@ -131,9 +132,11 @@ def choose_forward(
         why = reason, how_decoded.format(dtype=problem.dtype.name)
         return ForwardChoice("decode", why, inner, laid, rotated)
     dtype = problem.dtype.name
-    dims = problem.head_dim, problem.head_dim_v
-    kernels = _kernels_of(dtype, dims, traits)
-    reasons = [arithmetic(kernels, dtype, dims, traits)]
+    kernels = kernels_of(dtype, traits)
+    reasons = [_ARITHMETIC[kernels].format(dtype=dtype)]
+    if problem.options.accumulator == "float16":
+        require_half_sum_kernels(kernels, traits)
+        reasons.append(HALF_SUMS)
     inner, rotated = problem, ()
     if rotary and kernels == "tensor_core" and _rotates_queries(problem, traits):
         inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
@@ -160,23 +163,9 @@ TENSOR_CORE_HEAD_DIMS: Mapping[str, int] = {
     "tensor_core_paged": 512,
     "backward": 512,
 }
-"""The largest D and Dv of each family of kernels on tensor cores; others take float32 arithmetic.
-
-Decode kernels have a table of head dims (`kernels.decode.TENSOR_CORES`).
-"""
-
-
-def takes_head_dims(family: str, head_dim: int, head_dim_v: int) -> bool:
-    """Tell whether a family of kernels on tensor cores has kernels for these head dims.
-
-    Examples
-    --------
-    >>> takes_head_dims("tensor_core", 128, 64)
-    True
-    """
-    return max(head_dim, head_dim_v) <= TENSOR_CORE_HEAD_DIMS[family]
-
-
+"""The reason for the kernels of a dtype, by whether the GPU has tensor cores for it."""
+HALF_SUMS = "sums of a tile of keys are float16: accumulator='float16' was passed"
+"""The reason for kernels with float16 accumulators."""
 _ARITHMETIC = {
     "native": "{dtype} runs on tensor cores, with cp.async and mma.m16n8k16",
     "tensor_core": "{dtype} runs on tensor cores",
@@ -184,22 +173,28 @@ _ARITHMETIC = {
 }
 
 
-def arithmetic(kernels: str, dtype: str, dims: tuple[int, int], traits: DeviceTraits) -> str:
-    """Return the reason for the kernels of a dtype and of head dims, by their name.
-
-    `kernels` is "native", "tensor_core" or "float32".
-    """
-    if kernels == "float32" and traits.multiplies(dtype):
-        return f"{dtype} of head dim {max(dims)} runs in float32 arithmetic"
-    return _ARITHMETIC[kernels].format(dtype=dtype)
-
-
-def _kernels_of(dtype: str, dims: tuple[int, int], traits: DeviceTraits) -> str:
-    """Name the kernels that run the forward of a dtype and of head dims."""
-    if traits.native and dtype in native.DTYPES and takes_head_dims("native", *dims):
+def kernels_of(dtype: str, traits: DeviceTraits) -> str:
+    """Name the kernels that run the forward of a dtype."""
+    if traits.native and dtype in native.DTYPES:
         return "native"
     on_tensor_cores = traits.has_mma(dtype) and takes_head_dims("tensor_core", *dims)
     return "tensor_core" if on_tensor_cores else "float32"
+
+
+def require_half_sum_kernels(kernels: str, traits: DeviceTraits) -> None:
+    """Raise NotImplementedError unless the forward's kernels have float16 accumulators."""
+    if kernels != "tensor_core":
+        has = {
+            "native": "kernels for 8.0 and later accumulate in float32, in which data centre GPUs "
+            "multiply as fast",
+            "float32": "without tensor cores kernels compute in float32",
+        }
+        raise error(
+            NotImplementedError,
+            f"accumulator='float16' on a GPU of compute capability {traits.arch / 10}",
+            f"it is for GPUs of 7.5 with tensor cores: {has[kernels]}",
+            "leave it out",
+        )
 
 
 def require_kernels(problem: AttentionProblem, table: Implementations, function: str) -> None:
@@ -410,6 +405,8 @@ def _tensor_core_configuration(
     vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, ("q", "k", "v", "out"))
     together = 2 if problem.options.dropout_p else 4  # a Philox call serves pairs of keys
     options = flash_options(problem, together)
+    if problem.options.accumulator == "float16":
+        return half_sums_row(traits.arch, *dims, options), options, vec
     among = admissible_rows(traits.arch, *dims)
     (name, plain), *_ = among.items()
     usual = flash_row(traits.arch, *dims, options)

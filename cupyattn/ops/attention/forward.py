@@ -185,7 +185,8 @@ def _tensor_core_steps(
     shape = traits.arch, problem.head_dim, problem.head_dim_v, choice.vec
     if cos is not None:
         tables = cos.dtype.name, problem.options.interleaved, problem.packed
-        kernel = forward.rotary(*shape, options, *tables)
+        sums = row if row.accumulator == "float16" else None
+        kernel = forward.rotary(*shape, options, *tables, row=sums)
         return _whole_steps(choice, planner, kernel, _tables(problem))
     if choice.splits > 1:
         kernel = forward.flash(*shape, options._replace(sinks="void"), row, forward.SPLIT)

@@ -18,11 +18,23 @@ USER_FUNCTIONS = frozenset({"score_mod", "mask_mod"})
 """The user's own expressions: the kernels of decoding do not have them."""
 ROTARY = frozenset({"rotary"})
 """This option rotates q and k before the scores."""
-DECODE_OPTIONS = POSITION_OPTIONS | {"alibi_slopes", "softcap", "sinks"} | ROTARY
-"""The decode kernels have these options; before them a launch rotates q and k."""
-ALL_OPTIONS = TEACHING_OPTIONS | POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
+SUMS = frozenset({"accumulator"})
+"""This option allows less accurate sums."""
+DECODE_OPTIONS = POSITION_OPTIONS | {"alibi_slopes", "softcap", "sinks"} | ROTARY | SUMS
+"""The decode kernels have these options; before them a launch rotates q and k.
+
+They accumulate in float32 in any case: memory limits them.
+"""
+ALL_OPTIONS = TEACHING_OPTIONS | POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY | SUMS
 
 IMPLEMENTATIONS = ("flash", "tiled", "naive")
+ACCUMULATORS = ("float32", "float16")
+MAX_HALF_SUM_VALUE = 250.0
+"""The largest |v| whose float16 sums fit: cuda_src/attention/tensor_core/output_sums.cuh.
+
+The weights of a row in a tile of keys add up to at most 256 there. 256 * 250 is 64,000, to which
+the roundings of 32 sums add at most 1.6 %: below 65,520, where a float16 becomes infinite.
+"""
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32
 MAX_SOFTCAP = 10_000.0  # where a kernel errs by 1e-3 in a score
 MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
@@ -85,6 +97,8 @@ class AttentionOptions(NamedTuple):
     seeded: bool = False
     """Whether there is a seed: calls that differ in it alone share their checks."""
     implementation: str = "flash"
+    accumulator: str = "float32"
+    """Type of the sums of weights times v within a tile of keys, where kernels have it."""
     q_offset: int | None = None
     """None too where q_offset is an array, which is among the arrays then."""
     interleaved: bool = False
@@ -94,7 +108,8 @@ class AttentionOptions(NamedTuple):
 
     def checked(self, head_dim: int) -> AttentionOptions:
         """Return them with defaults in the place of None, and causality in the window."""
-        _require_implementation(self.implementation)
+        _require_one_of("implementation", self.implementation, IMPLEMENTATIONS)
+        _require_one_of("accumulator", self.accumulator, ACCUMULATORS)
         softmax_scale = checked_softmax_scale(self.softmax_scale, head_dim)
         return self._replace(
             softmax_scale=softmax_scale,
@@ -125,6 +140,7 @@ class AttentionOptions(NamedTuple):
             "mask_mod": self.mask_mod is not None,
             "window_size": self.window_size not in ((None, None), (None, 0)),
             "q_offset": self.q_offset is not None,
+            "accumulator": self.accumulator != "float32",
         }
         return {name for name, given in used.items() if given}
 
@@ -266,11 +282,12 @@ def checked_seed(given: Any) -> DropoutSeed:
     return DropoutSeed(seed, batch, query, key)
 
 
-def _require_implementation(chosen: Any) -> None:
-    if not isinstance(chosen, str) or chosen not in IMPLEMENTATIONS:
+def _require_one_of(name: str, chosen: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(chosen, str) or chosen not in allowed:
+        fix = "fastest" if name == "implementation" else "most accurate sums"
         raise error(
             ValueError,
-            f"implementation = {shown(chosen)}",
-            f"allowed are {', '.join(map(repr, IMPLEMENTATIONS))}",
-            "leave it out for the fastest",
+            f"{name} = {shown(chosen)}",
+            f"allowed are {', '.join(map(repr, allowed))}",
+            f"leave it out for the {fix}",
         )

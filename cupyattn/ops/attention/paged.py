@@ -12,10 +12,18 @@ import numpy as np
 from cupyattn.ops.attention.checks import (
     checked_longest,
     require_bounds,
+    require_half_sums,
     require_heads,
     require_heads_options,
 )
-from cupyattn.ops.attention.choice import MAX_QUERIES, arithmetic, interleaving, takes_head_dims
+from cupyattn.ops.attention.choice import (
+    ARITHMETIC,
+    HALF_SUMS,
+    MAX_QUERIES,
+    interleaving,
+    kernels_of,
+    require_half_sum_kernels,
+)
 from cupyattn.ops.attention.decode import (
     DECODE_ARITHMETIC,
     MOST_UNITS,
@@ -48,7 +56,12 @@ from cupyattn.ops.attention.problem import (
     with_results,
 )
 from cupyattn.ops.attention.structs import PAGED_PARAMS, SCALE_LAYOUT, filled
-from cupyattn.ops.attention.values import counts_of, require_alibi, require_sinks
+from cupyattn.ops.attention.values import (
+    counts_of,
+    require_alibi,
+    require_half_sum_values,
+    require_sinks,
+)
 from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
@@ -95,7 +108,10 @@ class PagedProblem(AttentionProblem):
 
 
 def paged_problem(
-    operands: Operands[PagedArrays[Array]], options: tuple[Any, ...], max_seqlen_q: Any
+    operands: Operands[PagedArrays[Array]],
+    options: tuple[Any, ...],
+    max_seqlen_q: Any,
+    accumulator: Any = "float32",
 ) -> PagedProblem:
     """Check a call; its description, unless that was checked before, and its values.
 
@@ -104,9 +120,10 @@ def paged_problem(
     window = options[AttentionOptions._fields.index("window_size")]
     sides = (*map(type, window),) if isinstance(window, tuple) else None
     try:
-        problem = _checked(operands.description, sides, max_seqlen_q, *options)
+        problem = _checked(operands.description, sides, max_seqlen_q, accumulator, *options)
     except TypeError:  # perhaps of an option without a hash, of which its check says more
-        problem = _checked.__wrapped__(operands.description, sides, max_seqlen_q, *options)
+        given = sides, max_seqlen_q, accumulator, *options
+        problem = _checked.__wrapped__(operands.description, *given)
     if checks_values(operands):
         _check_values(problem, operands.arrays)
     problem.overlaps.check(operands)
@@ -114,7 +131,9 @@ def paged_problem(
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _checked(description: Description, _: Any, max_seqlen_q: Any, *options: Any) -> PagedProblem:
+def _checked(
+    description: Description, _: Any, max_seqlen_q: Any, accumulator: Any, *options: Any
+) -> PagedProblem:
     given = layouts_of(PagedArrays[Layout], description)
     layouts = {given.SHOWN_AS.get(n, n): layout for n, layout in given_of(given).items()}
     require_arrays(layouts, ("q", "k_cache", "v_cache", "block_table", "seqlens_k"))
@@ -153,6 +172,7 @@ def _checked(description: Description, _: Any, max_seqlen_q: Any, *options: Any)
         for name in ("q", *FORWARD_RESULTS)
         if packed and (layout := getattr(given, name)) is not None
     }
+    checked = AttentionOptions(*options)._replace(accumulator=accumulator)
     problem = PagedProblem(
         batch=batch,
         sq=sq,
@@ -165,12 +185,13 @@ def _checked(description: Description, _: Any, max_seqlen_q: Any, *options: Any)
         given=given,
         layouts=replace(given, **placed),
         starts=starts_of(PagedArrays[int], description),
-        options=AttentionOptions(*options).checked(head_dim),
+        options=checked.checked(head_dim),
         overlaps=Overlaps.of(given, (*FORWARD_RESULTS, "workspace")),
         num_blocks=num_blocks,
         block_size=block_size,
     )
     require_heads_options(problem)
+    require_half_sums(problem)
     require_results(given, forward_outputs(problem, return_lse=True))
     if given.workspace is not None:
         require_workspace(given.workspace)
@@ -264,6 +285,11 @@ def _check_values(problem: PagedProblem, arrays: PagedArrays[Array]) -> None:
             "pass the ids of blocks that hold the tokens; -1 is for entries where a window hides "
             "all of a block",
         )
+    if problem.options.accumulator == "float16":
+        v = on_host(arrays.v)
+        for b in np.flatnonzero(queries).tolist():
+            values = v[table[b][read[b]]].reshape(-1, *v.shape[2:])
+            require_half_sum_values(values[: lengths[b] - first[b] * size])
     if arrays.sinks is not None:
         require_sinks(arrays.sinks)
     if arrays.alibi_slopes is not None:
@@ -310,7 +336,10 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     laid = with_results(problem, outputs)
     dtype = problem.dtype.name
     if not decoded:
-        traits.choices.because(reason, _arithmetic_of_prompts(problem, traits))
+        traits.choices.because(reason, ARITHMETIC[traits.multiplies(dtype)].format(dtype=dtype))
+        if problem.options.accumulator == "float16":
+            require_half_sum_kernels(kernels_of(dtype, traits), traits)
+            traits.choices.because(HALF_SUMS)
         plan = planner.plan(_prefill_step(problem, laid, planner, traits))
         return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))
     if problem.batch == 0 or problem.heads == 0:
@@ -459,7 +488,9 @@ def _prefill_kernel(
     if family == "tensor_core":
         vec = _together(problem, laid, vector_items(dtype))
         row = tensor_core.forward.paged_row(traits.arch, dim, cache)
-        kernel = tensor_core.forward.paged(traits.arch, dim, vec, options, cache, dtype)
+        if problem.options.accumulator == "float16":
+            row = tensor_core.forward.half_sums_row(traits.arch, dim, dim)
+        kernel = tensor_core.forward.paged(traits.arch, dim, vec, options, cache, dtype, row)
         return kernel, row.tile_q
     vec = _together(problem, laid, float32.forward.VECTOR_ITEMS)
     tile_q = float32.forward.flash_row(traits.arch, dim, dim).tile_q

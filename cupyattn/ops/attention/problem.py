@@ -236,9 +236,12 @@ class AttentionProblem:
 
     @cached_property
     def has_values(self) -> bool:
-        """Whether there are arrays whose values can be wrong: lengths, positions, slopes, sinks."""
+        """Whether there are arrays whose values can be wrong: lengths, positions, slopes, sinks.
+
+        With float16 accumulators v is one of them.
+        """
         given = self.given
-        return any(
+        return self.options.accumulator == "float16" or any(
             array is not None
             for array in (
                 *(given.seqused_k, given.q_offset, given.cu_seqlens_q, given.cu_seqlens_k),

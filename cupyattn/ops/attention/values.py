@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.ops.attention.options import MAX_OFFSET
+from cupyattn.ops.attention.options import MAX_HALF_SUM_VALUE, MAX_OFFSET
 from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
@@ -45,6 +45,8 @@ def check_values(problem: AttentionProblem, arrays: AttentionArrays[Array]) -> N
         )
     if arrays.sinks is not None:
         require_sinks(arrays.sinks)
+    if problem.options.accumulator == "float16":
+        _require_small_values(problem, arrays, keys if used is None else used)
     positions = _positions(problem, offsets, used, queries, keys)
     if arrays.alibi_slopes is not None:
         require_alibi(problem, arrays.alibi_slopes, *positions)
@@ -93,6 +95,31 @@ def require_alibi(
             f"{limit:,}: larger scores have no digits left",
             "pass smaller slopes, or a q_offset nearer to the keys"
             + (", or NumPy arrays of float64" if limit == MAX_ALIBI else ""),
+        )
+
+
+def _require_small_values(
+    problem: AttentionProblem, arrays: AttentionArrays[Array], used: np.ndarray
+) -> None:
+    """Check the rows of v in use for float16 accumulators."""
+    v, counts = on_host(arrays.v), np.broadcast_to(used, problem.batch)
+    firsts = np.zeros(problem.batch, np.int64)
+    if arrays.cu_seqlens_k is not None:
+        firsts = on_host(arrays.cu_seqlens_k).astype(np.int64)[:-1]
+    for b, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        require_half_sum_values((v if problem.packed else v[b])[first : first + count])
+
+
+def require_half_sum_values(v: np.ndarray) -> None:
+    """Raise ValueError for finite values whose float16 sums may overflow."""
+    sizes = np.abs(v)
+    sizes = sizes[np.isfinite(sizes)]
+    if sizes.size and sizes.max() > MAX_HALF_SUM_VALUE:
+        raise error(
+            ValueError,
+            f"v has absolute values up to {sizes.max()!s} with accumulator='float16'",
+            f"each is at most {MAX_HALF_SUM_VALUE:g}: sums of more may overflow",
+            "scale v down and the result up, or leave accumulator out",
         )
 
 

@@ -13,11 +13,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from cupyattn.ops.rope.reference import rotate, table_rows
 from cupyattn.runtime.philox import kept_fields
-from cupyattn.runtime.precision import Float64
+from cupyattn.runtime.precision import TINY32, U32, Float64, Precision, precision_of
 
 # Scores computed at a time. Every float64 intermediate of a block then takes 2 MiB, which a core's
 # caches hold.
@@ -324,6 +324,74 @@ def probabilities(scores: Float64, lse: Float64) -> Float64:
     lse = np.where(np.isneginf(lse), np.inf, lse)
     p = np.where(np.isneginf(scores), 0.0, np.exp(np.minimum(scores - lse[:, None], 0.0)))
     return p
+
+
+_MOST_HALF_SUM = (
+    256  # of a row's P: 4 kLargestSum in cuda_src/attention/tensor_core/output_sums.cuh
+)
+
+
+@dataclass(frozen=True)
+class WeightPrecision(Precision):
+    """The precision of an attention kernel, and the range of the P that it keeps."""
+
+    exponent_shift: float = 0.0
+    flush: float = TINY32
+    """Relative to the largest of its row, the P that may be lost."""
+    half_sums: int = 0
+    """Keys that are summed in float16; 0 where sums are float32."""
+
+    @classmethod
+    def of(
+        cls,
+        dtype: DTypeLike,
+        *,
+        float32_weights: bool,
+        native: bool = False,
+        half_sums: int = 0,
+    ) -> WeightPrecision:
+        """Return the precision for a dtype; with `float32_weights`, P is kept in float32.
+
+        `native` kernels, of sm_80 or later, have P of bfloat16 where q, k and v are.
+        """
+        kernel = precision_of(dtype)
+        if float32_weights:
+            return cls(U32, TINY32, kernel.u_out, kernel.tiny_out)
+        if kernel == precision_of("float16"):
+            flush = 2.0**-14 / _stored_unit(half_sums) if half_sums else 2.0**-23
+            shift = 112 * float(np.log(2))
+            return cls(**vars(kernel), exponent_shift=shift, flush=flush, half_sums=half_sums)
+        if native and kernel == precision_of("bfloat16"):
+            return cls(kernel.u_out, TINY32, kernel.u_out, kernel.tiny_out)
+        return cls(**vars(kernel))
+
+    @property
+    def u_sums(self) -> float:
+        """Error of the float16 sums of a tile, relative to the absolute values of their terms."""
+        return float(np.expm1(-(-self.half_sums // 8) * 2.0**-11))
+
+    def tiny_sums(self, keys: int) -> float:
+        """Return what subnormal sums of a row of so many keys lose, relative to its largest P."""
+        if not self.half_sums:
+            return 0.0
+        steps = -(-self.half_sums // 8) * -(-keys // self.half_sums)
+        return steps * 2.0**-25 / _stored_unit(self.half_sums)
+
+    def flushed(self, p: Float64) -> Float64:
+        """Return the most that each probability (rows, keys) may lose to the flush.
+
+        With float16 sums only those lose anything that are below it; exp(1) pays for scores that
+        err by 1/2 each. (It is so large that losses of all keys would make a useless bound.)
+        """
+        if not self.half_sums:
+            return np.full(p.shape, self.flush)
+        limit = np.e * self.flush * p.max(axis=-1, keepdims=True, initial=0.0)
+        return np.where(p <= limit, np.minimum(np.e * p, limit), 0.0)
+
+
+def _stored_unit(half_sums: int) -> float:
+    """Return what P = 1 is stored as for float16 sums of so many keys: a power of two."""
+    return float(2.0 ** np.floor(np.log2(_MOST_HALF_SUM / half_sums)))
 
 
 def attention_keep(

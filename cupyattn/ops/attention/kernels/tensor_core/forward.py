@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -51,8 +51,8 @@ class FlashConfig:
     l2_ahead: int = 0
     """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
-    sharing: int = 1
-    """Warps that share rows, each with its own columns: 4 in forward_wide.cuh, elsewhere 1."""
+    accumulator: str = "float32"
+    """Type of the sums of P V within a tile of keys."""
 
     @property
     def tile_q(self) -> int:
@@ -86,9 +86,6 @@ class WideConfig(Protocol):
 # Turing device has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
 # 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
 # which binds otherwise.
-# GeForce devices run mma with float16 accumulators at twice the rate. Promoted to float32 every 8
-# steps of 8 columns, that models 1.42 to 1.62 of these rows at head dim 64 and 1.25 to 1.29 at 128
-# (RTX 2060 Super, 2026-11-22): too little there for another error bound.
 _TURING = {
     40: FlashConfig(2, 4, 48, 2, "models 0.73, and 0.67 with 32 keys, 0.66 with 64"),
     64: FlashConfig(2, 4, 64, 2, "models 0.87, and 0.85 with 32 keys, 0.79 with 48"),
@@ -164,6 +161,31 @@ _TURING_INTEGERS = {
     256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.57 and 0.61 with 32 keys"),
     512: FlashConfig(2, 8, 16, 1, "models 0.43 and 0.42", sharing=4),
 }
+# Float16 accumulators for P V: on GeForce devices mma with them runs at twice the rate. "Gains" is
+# the speed against the row above it in the table of plain calls, by the same model of an RTX 2080
+# Ti (2026-11-28); with Q K^T in float32 it is at most 1.33. A T4 loses 0.04 to 0.22. Tiles of 16
+# keys, the only ones that fit at head dim 128, are added to float32 sums after two steps: one step
+# for each two. 48 keys at 64 gain 1.13, 32 at 80 1.19, 64 at 40 1.06.
+_TURING_HALF_SUMS = {
+    40: FlashConfig(2, 4, 48, 2, "gains 1.08: the softmax limits it"),
+    64: FlashConfig(2, 4, 64, 2, "gains 1.22, and its tensor cores are busy for 0.96 of the time"),
+    80: FlashConfig(2, 4, 48, 2, "gains 1.22"),
+    96: FlashConfig(2, 4, 32, 2, "gains 1.13; 48 keys spill 76 bytes and keep one CTA"),
+    128: FlashConfig(2, 4, 16, 2, "gains 1.11; with 32 keys 440 bytes spill"),
+    160: FlashConfig(1, 8, 48, 1, "gains 1.10"),
+    192: FlashConfig(1, 8, 32, 1, "gains 1.05: shared memory limits it"),
+    256: FlashConfig(1, 8, 16, 1, "gains 1.12, and 1.17 with 32 keys, where 40 bytes spill"),
+}
+_HALF_SUMS_GATES = {
+    40: Gates(0.75),
+    64: Gates(0.78, 144),
+    80: Gates(0.85, 64),
+    96: Gates(0.87, 32),
+    128: Gates(0.69, 64),
+    160: Gates(0.68, 32),
+    192: Gates(0.70, 64),
+    256: Gates(0.60, 16),
+}
 _GATES = {
     40: Gates(0.69, scalar=0.37, kernels=0.68),
     64: Gates(0.87, 128, scalar=0.64, items=0.49, options=0.66, kernels=0.81, most_spills=176),
@@ -207,6 +229,12 @@ FLASH_WITH = {
     kind: with_mma_k(with_gates(rows, _WITH_GATES[kind])) for kind, rows in _TURING_WITH.items()
 }
 FLASH_INTEGERS = with_mma_k(with_gates(_TURING_INTEGERS, _INTEGERS_GATES))
+FLASH_HALF_SUMS = {
+    75: {
+        limit: replace(row, accumulator="float16")
+        for limit, row in with_gates(_TURING_HALF_SUMS, _HALF_SUMS_GATES).items()
+    }
+}
 
 
 def flash_row(
@@ -217,6 +245,20 @@ def flash_row(
     limit = limit_of(rows, head_dim, head_dim_v)
     kind = _kind(options)
     return rows[limit] if kind is None else rows_for(FLASH_WITH[kind], arch).get(limit, rows[limit])
+
+
+def half_sums_row(
+    arch: int, head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN
+) -> FlashConfig:
+    """Return the configuration with float16 accumulators for these head dims and options.
+
+    Options that have a table of their own keep its tiles.
+    """
+    rows = rows_for(FLASH_HALF_SUMS, arch)
+    limit, kind = limit_of(rows, head_dim, head_dim_v), _kind(options)
+    if kind is not None and (row := rows_for(FLASH_WITH[kind], arch).get(limit)):
+        return replace(row, accumulator="float16", gates=Gates())
+    return rows[limit]
 
 
 def _kind(options: FlashOptions) -> str | None:
@@ -329,6 +371,7 @@ def flash(
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=row.mma_k,
         L2_AHEAD=row.l2_ahead,
+        ACCUMULATOR=row.accumulator,
         **macros,
         **option_macros(options),
     )
@@ -343,11 +386,12 @@ def rotary(
     table: str = "float32",
     interleaved: bool = False,
     packed: bool = False,
+    row: FlashConfig | None = None,
 ) -> Specialisation:
     """Specialise the kernel that rotates queries by tables of that dtype."""
     macros = {"TABLE": table, "INTERLEAVED": cpp_bool(interleaved)}
     spec = ROTARY_VARLEN if packed else ROTARY
-    return flash(arch, head_dim, head_dim_v, vec, options, spec=spec, **macros)
+    return flash(arch, head_dim, head_dim_v, vec, options, row, spec, **macros)
 
 
 def paged(
@@ -357,13 +401,14 @@ def paged(
     options: FlashOptions = PLAIN,
     cache: str = "float16",
     dtype: str = "float16",
+    row: FlashConfig | None = None,
 ) -> Specialisation:
     """Specialise the kernel over a paged cache of that dtype.
 
     From sm_80 on it has caches of integers alone, and queries of bfloat16 too: native.py has the
     kernel over floats.
     """
-    row = paged_row(arch, head_dim, cache)
+    row = row or paged_row(arch, head_dim, cache)
     return flash(arch, head_dim, head_dim, vec, options, row, PAGED, dtype, CACHE=cache)
 
 
@@ -417,6 +462,12 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield flash(arch, head_dim, head_dim, 1)
     for head_dim, row in rows_for(FLASH_TALL, arch).items():
         yield flash(arch, head_dim, head_dim, vec, row=row)
+    if arch < NATIVE_ARCH:
+        for head_dim, row in rows_for(FLASH_HALF_SUMS, arch).items():
+            yield flash(arch, head_dim, head_dim, vec, row=row)
+        half_sums = rows_for(FLASH_HALF_SUMS, arch)[64]
+        yield flash(arch, 64, 64, vec, row=half_sums, spec=VARLEN)
+        yield paged(arch, 64, vec, row=half_sums)
     for head_dim in rows_for(FLASH_WITH["dropout"], arch):
         yield flash(arch, head_dim, head_dim, vec, FlashOptions(dropout=True))
     for options in _QUADS:
