@@ -32,6 +32,10 @@ from cupyattn.ops.attention.reference.dense import attention_backward as attenti
 from cupyattn.ops.attention.reference.paged import merge_attention as merge_attention
 from cupyattn.ops.attention.reference.paged import merge_attention_bound as merge_attention_bound
 from cupyattn.ops.attention.reference.paged import paged_attention as paged_attention
+from cupyattn.ops.attention.reference.quantised import (
+    int8_attention_estimate as int8_attention_estimate,
+)
+from cupyattn.ops.attention.reference.quantised import quantised_operands as quantised_operands
 from cupyattn.ops.attention.reference.scores import attention_keep as attention_keep
 from cupyattn.ops.attention.reference.varlen import attention_varlen as attention_varlen
 from cupyattn.ops.attention.reference.varlen import (

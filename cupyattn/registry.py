@@ -16,6 +16,9 @@ from cupyattn.ops.attention.kernels import (
     teaching,
     tensor_core,
 )
+from cupyattn.ops.attention.kernels import (
+    int8 as attention_int8,
+)
 from cupyattn.ops.cache import kernels as kv_cache
 from cupyattn.ops.embedding import kernels as embedding
 from cupyattn.ops.linear import kernels_float32 as linear_float32
@@ -42,6 +45,7 @@ _MODULES = (
     teaching.forward,
     tensor_core.forward,
     native,
+    attention_int8,
     float32.forward,
     tensor_core.backward_dkdv,
     tensor_core.backward_dq,

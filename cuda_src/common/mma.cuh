@@ -83,6 +83,16 @@ __device__ __forceinline__ void mma_m8n8k16_s8_pair(int (&c)[4], const uint32 (&
                : "r"(a[1]), "r"(b));
 }
 
+// The same product with all items of its sum beginning at `c`, which takes two registers for any number of products.
+__device__ __forceinline__ void mma_m8n8k16_s8_pair(int (&d)[4], const uint32 (&a)[2], uint32 b, int c) {
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%4, %4};"
+               : "=r"(d[0]), "=r"(d[1])
+               : "r"(a[0]), "r"(b), "r"(c));
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%4, %4};"
+               : "=r"(d[2]), "=r"(d[3])
+               : "r"(a[1]), "r"(b), "r"(c));
+}
+
 // c += a b in int32 for 16 rows and 32 items (sm_80 or later): a and next_a are fragments of 16 items each, as those of
 // two mma_m8n8k16_s8_pair.
 __device__ __forceinline__ void mma_m16n8k32_s8(int (&c)[4], const uint32 (&a)[2], const uint32 (&next_a)[2], uint32 b,

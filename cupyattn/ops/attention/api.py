@@ -18,14 +18,17 @@ from cupyattn.ops.attention.problem import (
     AttentionArrays,
     AttentionBackwardArrays,
     AttentionProblem,
+    QuantizedKeyArrays,
 )
+from cupyattn.ops.attention.quantized_keys import QuantizedKeys, quantize_keys
 from cupyattn.ops.attention.reference.dense import AttentionGrads
+from cupyattn.ops.attention.reference.quantised import quantised_operands
 from cupyattn.ops.rope.api import Rotary
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import differentiable
-from cupyattn.runtime.errors import error
+from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.outputs import named_grads, round_into
 
 if TYPE_CHECKING:
@@ -57,7 +60,7 @@ class AttentionKeywords(TypedDict, total=False):
 @overload
 def attention(
     q: Array,
-    k: Array,
+    k: Array | QuantizedKeys,
     v: Array,
     /,
     *,
@@ -71,7 +74,7 @@ def attention(
 @overload
 def attention(
     q: Array,
-    k: Array,
+    k: Array | QuantizedKeys,
     v: Array,
     /,
     *,
@@ -85,7 +88,7 @@ def attention(
 @overload
 def attention(
     q: Array,
-    k: Array,
+    k: Array | QuantizedKeys,
     v: Array,
     /,
     *,
@@ -104,7 +107,7 @@ def attention(
 )
 def attention(
     q: Array,
-    k: Array,
+    k: Array | QuantizedKeys,
     v: Array,
     /,
     *,
@@ -142,8 +145,9 @@ def attention(
         one dtype: float16, float32 or bfloat16; NumPy arrays outside of the emulator may be
         float64. Their last axis is contiguous, the others may have any stride, so slices of a
         packed array and transposes work without a copy.
-    k : array (B, Sk, G, D)
-        Keys; query head h attends to key-value head ``h // (H // G)``.
+    k : array (B, Sk, G, D), or QuantizedKeys
+        Keys; query head h attends to key-value head ``h // (H // G)``. `quantize_keys` makes keys
+        in int8, with which q and v are float16 (see implementation).
     v : array (B, Sk, G, Dv)
         Values.
     causal : bool
@@ -203,22 +207,15 @@ def attention(
         ``mask_mod(b, h, q_idx, k_idx)`` of integer arrays that broadcast together, True to attend.
     return_lse : bool
         Return the log-sum-exp of the scores too.
-    implementation : {"flash", "tiled", "naive"}
+    implementation : {"flash", "int8", "tiled", "naive"}
         Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores for float16, where
         the GPU has any (`device_info`), and for bfloat16 from compute capability 8.0 on; otherwise
         in float32 arithmetic. Where up to 16 queries see many keys it splits those over all
         multiprocessors, like `paged_attention` (see Notes). "naive" (the textbook) and "tiled"
         (shared-memory tiles with the online softmax) are for reading and comparing; their only
-        options are causal, softmax_scale, return_lse and out. On NumPy arrays the implementation
-        makes no difference.
-    accumulator : {"float32", "float16"}
-        The type of the sums of weights times v on the tensor cores of compute capability 7.5, for
-        float16 arrays. "float16" sums a tile of 16 to 64 keys in float16, and the tiles in float32.
-        It is for GeForce RTX 20xx GPUs, which add such products twice as fast; a T4 does not gain.
-        Absolute values of v in use are at most 250. On a GPU larger ones may give infinities or
-        NaN; on NumPy arrays, and where values are checked (`backend`), they are an error. Weights
-        below 2**-16 of a query's largest may be lost (see Notes). Calls that "flash" decodes
-        accumulate in float32, and so do NumPy arrays. Other GPUs and dtypes are an error.
+        options are causal, softmax_scale, return_lse and out. "int8" quantises k first
+        (`quantize_keys`), and with QuantizedKeys it is the default: scores are products of int8
+        rows on tensor cores (see Notes). On NumPy arrays the others make no difference.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
@@ -277,6 +274,13 @@ def attention(
     256 or more, where query rows, heads and sequences are too few to fill the GPU. The result is as
     exact, and the same in every run. Its last bits depend on the number of multiprocessors.
 
+    "int8" quantises each query like a key, without a centre, and adds ``q @ centre`` to its scores
+    before any option sees them, and to lse. The result is attention of the quantised q and k, as
+    exact as "flash" is. `cupyattn.reference.int8_attention_estimate` estimates its distance to
+    attention of q and k. q and v are float16 and D is even. There are all options but dropout,
+    rotary and a BlockMask, keys are not split, and there are no gradients. A NaN or an infinity in
+    a query or a key makes its scores NaN.
+
     Examples
     --------
     >>> import numpy as np, cupyattn
@@ -302,7 +306,15 @@ def attention(
         given = out, None
     else:
         given = _split_out(out, return_lse)
-    arrays = AttentionArrays(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace)
+    arrays: AttentionArrays[Any]
+    if isinstance(k, QuantizedKeys) or implementation == "int8":
+        keys, implementation = _int8_keys(k, implementation), "int8"
+        others = v, seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace
+        pieces = {"k_scales": keys.scales, "k_centre": keys.centre}
+        arrays = QuantizedKeyArrays(q, keys.codes, *others, **pieces)
+    else:
+        options = seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace
+        arrays = AttentionArrays(q, k, v, *options)
     operands, problem, seed = attention_call(
         arrays,
         (
@@ -318,12 +330,37 @@ def attention(
     device = device_of(operands)
     if device is None:
         on_cpu = cast("AttentionArrays[NDArray[Any]]", operands.arrays)
-        options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
-        results = cpu.attention(on_cpu.q, on_cpu.k, on_cpu.v, **options)
+        by_name = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
+        results = cpu.attention(*_on_cpu(on_cpu), **by_name)
         rounded = rounded_results(problem, operands.arrays, *results)
         return rounded if return_lse else rounded[0]
     arrays = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
     return (arrays.out, arrays.lse) if return_lse else arrays.out
+
+
+def _int8_keys(k: Any, implementation: str) -> QuantizedKeys:
+    """Return the int8 keys of a call."""
+    if not isinstance(k, QuantizedKeys):
+        return quantize_keys(k)
+    if implementation not in ("flash", "int8"):
+        raise error(
+            ValueError,
+            f"implementation = {shown(implementation)} with QuantizedKeys",
+            "int8 keys have one kernel, implementation='int8'",
+            "leave it out, or pass k as it was",
+        )
+    return k
+
+
+def _on_cpu(arrays: AttentionArrays[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+    """Return q, k and v; of int8 keys the floats whose products are the kernel's."""
+    q, k, v = arrays.q, arrays.k, arrays.v
+    if not isinstance(arrays, QuantizedKeyArrays):
+        return q, k, v
+    assert arrays.k_scales is not None
+    assert arrays.k_centre is not None
+    operands = quantised_operands(q, k, arrays.k_scales, arrays.k_centre)
+    return (*(x.astype(np.float32) for x in operands), v)
 
 
 def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
@@ -498,6 +535,14 @@ def attention_backward(
     """
     require_bool("deterministic", deterministic)
     require_bool("accumulate", accumulate)
+    if isinstance(k, QuantizedKeys) or implementation == "int8":
+        raise error(
+            NotImplementedError,
+            "attention_backward over int8 keys",
+            "gradients are those of exact scores: with the lse of int8 scores the weights of a row "
+            "no longer add up to 1",
+            "train with implementation='flash', and use int8 keys for inference",
+        )
     arrays: AttentionBackwardArrays[Any] = AttentionBackwardArrays(
         *(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, out, lse, workspace),
         dout=dout,

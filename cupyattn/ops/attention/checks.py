@@ -28,6 +28,7 @@ from cupyattn.ops.attention.problem import (
     AttentionArrays,
     AttentionBackwardArrays,
     AttentionProblem,
+    QuantizedKeyArrays,
     as_batch,
     forward_outputs,
     gradient_outputs,
@@ -72,6 +73,8 @@ _CACHED_PROBLEMS = 4096
 _WINDOW_SIZE = AttentionOptions._fields.index("window_size")
 _OPTIONS = len(AttentionOptions._fields)
 _NO_SEED = DropoutSeed(0)
+_WITH_INT8_KEYS = ("float16",)
+"""The dtypes of q and v with int8 keys."""
 _NO_FUNCTIONS: tuple[UserFunction | None, ...] = (None, None)
 
 
@@ -207,13 +210,17 @@ def described_problem(
 ) -> AttentionProblem:
     """Check what forward and backward have in common; `results` are the arrays that are written."""
     q, k, v = layouts.q, layouts.k, layouts.v
+    quantised = isinstance(layouts, QuantizedKeyArrays)
     for name, layout in (("q", q), ("k", k), ("v", v)):
-        require_dtype(name, layout, CPU_FLOATS)
+        if quantised and name != "k":
+            require_dtype(name, layout, _WITH_INT8_KEYS, "convert it, or pass k as it was")
+        elif not quantised:
+            require_dtype(name, layout, CPU_FLOATS)
         require_rank(
             name, layout, f"B {'Sq H' if name == 'q' else 'Sk G'} {'Dv' if name == 'v' else 'D'}"
         )
         require_contiguous_rows(name, layout)
-    require_same_dtype({"q": q, "k": k, "v": v})
+    require_same_dtype({"q": q, "v": v} if quantised else {"q": q, "k": k, "v": v})
     batch, sq, heads, head_dim = q.shape
     _, sk, kv_heads, head_dim_v = v.shape
     _require_matching_heads(q, k, v)

@@ -20,7 +20,7 @@ once would find nothing of each other's keys in L2.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from cupyattn.ops.attention.decode import (
     DECODE_ARITHMETIC,
@@ -29,9 +29,10 @@ from cupyattn.ops.attention.decode import (
     row_tiles_of,
     units_of,
 )
-from cupyattn.ops.attention.kernels import float32, native
+from cupyattn.ops.attention.kernels import float32, int8, native
 from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import FloatFlashConfig
+from cupyattn.ops.attention.kernels.int8 import Int8Config
 from cupyattn.ops.attention.kernels.native import NativeConfig
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.kernels.teaching.forward import MOST_TILED_DIM
@@ -44,7 +45,12 @@ from cupyattn.ops.attention.kernels.tensor_core.forward import (
     flash_row,
     half_sums_row,
 )
-from cupyattn.ops.attention.options import ALL_OPTIONS, DECODE_OPTIONS, TEACHING_OPTIONS
+from cupyattn.ops.attention.options import (
+    ALL_OPTIONS,
+    DECODE_OPTIONS,
+    INT8_OPTIONS,
+    TEACHING_OPTIONS,
+)
 from cupyattn.ops.attention.params import (
     flash_options,
     require_near_rows,
@@ -75,11 +81,12 @@ def _implementations(**options: frozenset[str]) -> Implementations:
 
 
 _DENSE = _implementations(flash=ALL_OPTIONS, tiled=TEACHING_OPTIONS, naive=TEACHING_OPTIONS)
+_INT8: Implementations = {("int8", "float16"): INT8_OPTIONS}
 _FLASH = _implementations(flash=ALL_OPTIONS)
 IMPLEMENTATIONS: Mapping[str, Implementations] = {
-    "attention": _DENSE,
+    "attention": {**_DENSE, **_INT8},
     "attention_backward": _implementations(flash=ALL_OPTIONS, naive=TEACHING_OPTIONS),
-    "attention_varlen": _FLASH,
+    "attention_varlen": {**_FLASH, **_INT8},
     "attention_varlen_backward": _FLASH,
 }
 
@@ -93,14 +100,14 @@ class Interleaving(NamedTuple):
     """Batch elements among them, whose like heads are neighbours."""
 
 
-Configuration: TypeAlias = FlashConfig | FloatFlashConfig | NativeConfig
+Configuration: TypeAlias = FlashConfig | FloatFlashConfig | Int8Config | NativeConfig
 
 
 class ForwardChoice(NamedTuple):
     """The kernels of one forward call, and why they run it."""
 
     kernels: str
-    """Either "naive", "tiled", "decode", "float32", "tensor_core" or "native"."""
+    """Either "naive", "tiled", "decode", "float32", "int8", "tensor_core" or "native"."""
     reasons: tuple[str, ...]
     problem: AttentionProblem
     """The call as these kernels get it: with q or k in scratch memory where they are rotated."""
@@ -120,6 +127,8 @@ def choose_forward(
 ) -> ForwardChoice:
     """Choose the kernels of a forward call, of a batch or of packed sequences."""
     chosen = problem.options.implementation
+    if chosen == "int8":
+        return _choose_int8(problem, outputs, traits)
     if chosen != "flash":
         laid = with_results(problem, outputs)
         return ForwardChoice(chosen, (f"implementation={chosen!r} was passed",), problem, laid)
@@ -156,12 +165,45 @@ def choose_forward(
     return ForwardChoice(kernels, tuple(reasons), inner, laid, *how)
 
 
-TENSOR_CORE_HEAD_DIMS: Mapping[str, int] = {
-    "native": 512,
-    "native_paged": 512,
-    "tensor_core": 512,
-    "tensor_core_paged": 512,
-    "backward": 512,
+def _choose_int8(
+    problem: AttentionProblem, outputs: Outputs, traits: DeviceTraits
+) -> ForwardChoice:
+    """Choose the kernel over int8 keys, or raise NotImplementedError for what it does not have."""
+    _require_int8_kernel(problem, traits)
+    laid = with_results(problem, outputs)
+    row = int8.int8_row(problem.head_dim, problem.head_dim_v)
+    require_near_rows(problem, ("k", "v"), row.tile_k)
+    vec = whole_vectors(vector_items("float16"), problem, laid, ("q", "v", "out"))
+    together = interleaving(problem, traits)
+    how: tuple[Any, ...] = ((), together, row, flash_options(problem, 2), vec)
+    return ForwardChoice("int8", _INT8_REASONS, problem, laid, *how)
+
+
+_INT8_REASONS = (
+    "gained: scores are products of int8 on tensor cores, on Turing at twice the rate of float16, "
+    "on GeForce at four times that of float16 with float32 sums; P V stays float16",
+    "lost: q and k - centre keep 127 steps to each side of 0 in a row, so a score errs by about "
+    "softmax_scale sqrt((a^2 |k - centre|^2 + b^2 |q|^2) / 12), with the rows' steps a and b",
+)
+
+
+def _require_int8_kernel(problem: AttentionProblem, traits: DeviceTraits) -> None:
+    refused = {
+        f"head dim D = {problem.head_dim} of int8 keys": problem.head_dim % int8.HEAD_DIM_STEP
+        and "the kernel loads codes two at a time: D is even",
+        "a BlockMask with int8 keys": problem.layouts.block_mask is not None
+        and "the kernel goes through all tiles; it takes a MaskMod, and every mask",
+        "int8 keys on a GPU without tensor cores": not traits.has_mma("float16")
+        and "their products are those of tensor cores",
+    }
+    for passed, reason in refused.items():
+        if reason:
+            raise error(NotImplementedError, passed, reason, f"pass k as it was, or {_CPU}")
+
+
+ARITHMETIC = {
+    True: "{dtype} runs on tensor cores",
+    False: "{dtype} runs in float32 arithmetic on this GPU",
 }
 """The reason for the kernels of a dtype, by whether the GPU has tensor cores for it."""
 HALF_SUMS = "sums of a tile of keys are float16: accumulator='float16' was passed"

@@ -18,7 +18,7 @@ from cupyattn.ops.attention.choice import (
     require_kernels,
 )
 from cupyattn.ops.attention.decode import launch_of, shared_keys_steps
-from cupyattn.ops.attention.kernels import float32, native, teaching, tensor_core
+from cupyattn.ops.attention.kernels import float32, int8, native, teaching, tensor_core
 from cupyattn.ops.attention.kernels.combine import ROWS, combine
 from cupyattn.ops.attention.modifiers import expression_error
 from cupyattn.ops.attention.options import DropoutSeed
@@ -28,6 +28,7 @@ from cupyattn.ops.attention.params import (
     forward_params,
     interleaved,
     item_strides,
+    quantized_keys_params,
     require_aligned_items,
     require_lengths,
     row_strides,
@@ -195,6 +196,16 @@ def _tensor_core_steps(
     return _whole_steps(choice, planner, forward.flash(*shape, options, row, spec))
 
 
+def _int8_steps(
+    choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
+) -> list[Step]:
+    problem = choice.problem
+    spec = int8.VARLEN if problem.packed else int8.KERNEL
+    dims = problem.head_dim, problem.head_dim_v
+    kernel = int8.flash(*dims, choice.vec, choice.options, spec)
+    return _whole_steps(choice, planner, kernel, quantized_keys_params(problem))
+
+
 def _native_steps(
     choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
 ) -> list[Step]:
@@ -213,6 +224,7 @@ _STEPS: Mapping[str, Any] = {
     "tiled": _teaching_steps,
     "decode": _decode_steps,
     "float32": _float32_steps,
+    "int8": _int8_steps,
     "tensor_core": _tensor_core_steps,
 }
 

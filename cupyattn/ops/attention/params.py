@@ -21,6 +21,7 @@ from cupyattn.ops.attention.structs import (
     BACKWARD_PARAMS,
     PACKED_BATCH,
     PAGED_PARAMS,
+    QUANTIZED_KEYS_PARAMS,
     SCORE_PARAMS,
     SPLIT_PARAMS,
     UNBOUNDED,
@@ -100,6 +101,18 @@ def forward_params(problem: AttentionProblem, laid: AttentionArrays[Layout]) -> 
     if not problem.packed:
         return attention
     return filled(VARLEN_PARAMS, attention=attention, packed=_packed_batch(problem))
+
+
+def quantized_keys_params(problem: AttentionProblem) -> Any:
+    """Fill the C struct QuantizedKeysParams."""
+    layouts: Any = problem.layouts
+    *batch, head, _ = item_strides(layouts.k_centre)
+    return filled(
+        QUANTIZED_KEYS_PARAMS,
+        scales=item_strides(layouts.k_scales),
+        centre_batch=batch[0] if batch else 0,
+        centre_head=head,
+    )
 
 
 def gradient_params(problem: AttentionProblem, backward: Any) -> Any:

@@ -90,6 +90,18 @@ class WholeAttentionArrays(AttentionArrays[T]):
     """The tiles that a mask_mod leaves."""
 
 
+@dataclass(slots=True)
+class QuantizedKeyArrays(WholeAttentionArrays[T]):
+    """The arrays of one forward call over int8 keys: k are the codes."""
+
+    k_scales: T | None = None
+    k_centre: T | None = None
+
+    SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**AttentionArrays.SHOWN_AS, "k_scales": "keys.scales", "k_centre": "keys.centre"}
+    )
+
+
 A = TypeVar("A", bound=AttentionArrays[Any])
 
 
@@ -165,6 +177,11 @@ class AttentionProblem:
     def packed(self) -> bool:
         """Whether the sequences are packed: q is (total, H, D)."""
         return self.given.cu_seqlens_q is not None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether keys are int8, with scales and a centre."""
+        return isinstance(self.layouts, QuantizedKeyArrays)
 
     @property
     def total_q(self) -> int:

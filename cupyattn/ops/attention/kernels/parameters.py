@@ -5,6 +5,7 @@ from __future__ import annotations
 from cupyattn.ops.attention.structs import (
     ATTENTION_STRUCT,
     PAGED_STRUCT,
+    QUANTIZED_KEYS_STRUCT,
     ROTARY_TABLES_STRUCT,
     SPLIT_STRUCT,
     VARLEN_BACKWARD_STRUCT,
@@ -76,6 +77,20 @@ ROTARY_VARLEN: tuple[Parameter, ...] = (
     *(VARLEN_STRUCT, ROTARY_TABLES_STRUCT),
 )
 """Parameters of the kernel that rotates queries."""
+
+QUANTIZED_KEYS = inputs("k_scales", "k_centre")
+
+
+def _over_quantized_keys(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """Return the parameters of a forward kernel as that over int8 keys has them."""
+    q, k, *others = parameters
+    return (q, k, *QUANTIZED_KEYS, *others, QUANTIZED_KEYS_STRUCT)
+
+
+INT8 = _over_quantized_keys(FLASH)
+"""Parameters of the forward kernel over int8 keys."""
+INT8_VARLEN = _over_quantized_keys(VARLEN)
+"""Parameters of that of packed sequences."""
 
 
 def of_packed(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:

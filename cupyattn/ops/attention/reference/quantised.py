@@ -321,6 +321,101 @@ def quantize_keys(
         return np.where(coded[..., None], codes, 0).astype(np.int8), scales
 
 
+def quantised_operands(
+    q: NDArray[Any], codes: NDArray[np.int8], scales: NDArray[Any], centre: NDArray[Any]
+) -> tuple[Float64, Float64]:
+    """Return q and k whose products are those of attention over int8 keys, of twice the head dim.
+
+    With q^ the quantised q, and k - centre = k^: q^ k^ + q centre is the product of (q^, q) and
+    (k^, centre).
+
+    Parameters
+    ----------
+    q : (B, Sq, H, D)
+    codes, scales, centre
+        Of `cupyattn.QuantizedKeys`.
+
+    Returns
+    -------
+    q : (B, Sq, H, 2 D), k : (B, Sk, G, 2 D)
+    """
+    q_codes, q_scales = quantize_keys(q, np.zeros(q.shape[-2:], np.float32))
+    with np.errstate(invalid="ignore"):
+        rows = q_codes * q_scales.astype(np.float64)[..., None]
+        keys = codes * scales.astype(np.float64)[..., None]
+    of_keys = centre if centre.ndim == 2 else centre[:, None]
+    both = np.broadcast_to(of_keys, keys.shape).astype(np.float64)
+    return np.concatenate([rows, q], axis=-1), np.concatenate([keys, both], axis=-1)
+
+
+SIGMAS = 6
+"""Standard deviations in `int8_attention_estimate`."""
+
+
+def int8_attention_estimate(
+    q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], centre: NDArray[Any], /, **options: Any
+) -> tuple[Float64, Float64]:
+    """Estimate how far exact attention over int8 q and k is from that over q and k.
+
+    An estimate, no bound: SIGMAS standard deviations, where the error of each code is independent
+    of the others and uniform in a step, and where errors of scores are small against 1. With
+    k'_j = k_j - centre, a_i and b_j the steps of q_i and k'_j (their largest absolute value / 127),
+    and w_j = p_j (v_j - out) for out, p_j for lse, to first order
+
+        variance = softmax_scale**2 / 12 (a_i**2 |sum_j w_j k'_j|**2 + |q_i|**2 sum_j (w_j b_j)**2)
+
+    The error of a code of q is the same for all keys, so that it is summed before it is squared.
+    Where scores are capped, p_j is times the slope. The worst that errors of codes can do together
+    is a large part of the range of v, and happens only if they conspire.
+
+    Parameters
+    ----------
+    q : (B, Sq, H, D), k : (B, Sk, G, D), v : (B, Sk, G, Dv) floats
+        What was given, finite.
+    centre : (G, D) or (B, G, D)
+        Of `cupyattn.QuantizedKeys`.
+    **options
+        See `scores.ScoreBlocks`; without rotary and dropout.
+
+    Returns
+    -------
+    out_estimate : (B, Sq, H, Dv), lse_estimate : (B, H, Sq)
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 64, 1, 32)).astype(np.float16)
+    >>> centre = key_centres(k)
+    >>> estimate, _ = int8_attention_estimate(q, k, v, centre)
+    >>> keys = *quantize_keys(k, centre), centre
+    >>> exact, _ = attention(q, k, v)
+    >>> found, _ = attention(*quantised_operands(q, *keys), v, softmax_scale=32**-0.5)
+    >>> bool((np.abs(found - exact) <= estimate).all()), f"{estimate.mean():.3f}"
+    (True, '0.030')
+    """
+    blocks, (out, lse) = ScoreBlocks(q, k, v, **options), attention(q, k, v, **options)
+    of_keys = centre if centre.ndim == 2 else centre[:, None]
+    offsets = np.asarray(k, np.float64) - of_keys
+    variances = np.zeros(out.shape), np.zeros(lse.shape)
+    for block in blocks:
+        p = probabilities(block.scores, lse[block.at])
+        p = p if block.slope is None else p * block.slope
+        keys = offsets[block.b, block.keys, block.g]
+        steps = np.abs(keys).max(axis=-1, initial=0.0) / 127
+        row = block.rows_of(out)
+        own, length = np.abs(block.q).max(axis=-1) / 127, (block.q**2).sum(axis=-1)
+        of_out, of_lse = np.zeros(row.shape), np.zeros(len(row))
+        for i in range(len(row)):  # a row at a time: (keys, Dv)
+            weights = np.column_stack([p[i, :, None] * (block.v - row[i]), p[i]])
+            common = ((weights.T @ keys) ** 2).sum(axis=-1)
+            both = own[i] ** 2 * common + length[i] * steps**2 @ weights**2
+            of_out[i], of_lse[i] = both[:-1], both[-1]
+        variances[0][block.b, block.rows, block.h] = of_out
+        variances[1][block.at] = of_lse
+    factor = SIGMAS * abs(blocks.scale) / np.sqrt(12)
+    return factor * np.sqrt(variances[0]), factor * np.sqrt(variances[1])
+
+
 def quantized_keys_bound(k: NDArray[Any], scales: Float32) -> Float64:
     """Bound how far ``codes * scales + centre`` is from finite keys (..., D).
 

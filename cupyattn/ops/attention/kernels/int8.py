@@ -1,0 +1,115 @@
+"""Launch configurations of the forward over int8 keys, for sm_75."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.ops.attention.kernels import parameters
+from cupyattn.ops.attention.kernels.modifiers import modified
+from cupyattn.ops.attention.kernels.options import EACH_OPTION, PLAIN, FlashOptions
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Specialisation
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import limit_of, option_macros, round_up, with_gates
+
+HEAD_DIM_STEP = 2
+"""Codes are loaded two at a time at least."""
+_OPTION_MACROS = tuple(name for name in FlashOptions._fields if name != "dropout")
+
+
+@dataclass(frozen=True)
+class Int8Config:
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time."""
+
+    m_tiles: int
+    warps: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+    gates: Gates = Gates()
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return self.m_tiles * 16
+
+    def shared_bytes(self, head_dim: int, head_dim_v: int) -> int:
+        """Return the bytes of Smem in forward.cuh, which asserts them."""
+        k_row, v_row = round_up(head_dim, 16), round_up(head_dim_v, 8) * 2
+        tiles = round_up(2 * self.tile_k * k_row, _UNIT) + round_up(2 * self.tile_k * v_row, _UNIT)
+        loop = tiles + 2 * self.tile_k * 4 + self.tile_q * 4
+        return round_up(max(loop, self.tile_q * 2 * k_row, self.tile_q * v_row), _UNIT)
+
+
+_UNIT = 128  # bytes: alignment of each buffer in Smem
+
+_TURING = {
+    64: Int8Config(2, 4, 64, 2, ""),
+    96: Int8Config(2, 4, 32, 2, ""),
+    128: Int8Config(2, 4, 24, 2, ""),
+    192: Int8Config(1, 8, 32, 1, ""),
+    256: Int8Config(1, 8, 16, 1, ""),
+}
+_GATES: dict[int, Gates] = {limit: Gates() for limit in _TURING}
+INT8 = with_gates(_TURING, _GATES)
+
+KERNEL = KernelSpec("attention_forward_int8", "attention/int8/forward.cu", parameters.INT8)
+VARLEN = KernelSpec(
+    "attention_forward_int8_varlen", "attention/int8/forward.cu", parameters.INT8_VARLEN
+)
+KERNELS = (KERNEL, VARLEN)
+
+
+def int8_row(head_dim: int, head_dim_v: int) -> Int8Config:
+    """Return the configuration for these head dims."""
+    return INT8[limit_of(INT8, head_dim, head_dim_v)]
+
+
+@cache
+def flash(
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions = PLAIN,
+    spec: KernelSpec = KERNEL,
+    row: Int8Config | None = None,
+) -> Specialisation:
+    """Specialise one of `KERNELS`.
+
+    `vec` is 8 where rows of q, v and out are aligned to 16 bytes, or 1.
+    """
+    row = row or int8_row(head_dim, head_dim_v)
+    return modified(spec, options.modified).specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=row.shared_bytes(head_dim, head_dim_v),
+        gates=row.gates,
+        reason=row.reason,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        M_TILES=row.m_tiles,
+        WARPS=row.warps,
+        TILE_K=row.tile_k,
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        MMA_K=8,
+        **option_macros(options, _OPTION_MACROS),
+    )
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row at its largest head dim, with vector and scalar loads; options by one."""
+    vec = vector_items("float16")
+    for head_dim in INT8:
+        yield flash(head_dim, head_dim, vec)
+        yield flash(head_dim, head_dim, vec, spec=VARLEN)
+    yield flash(64, 64, 1)
+    for options in EACH_OPTION:
+        if not options.dropout:
+            yield flash(64, 64, vec, options)

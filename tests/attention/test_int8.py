@@ -1,0 +1,285 @@
+"""Attention over int8 keys: within bounds of exact attention of the quantised q and k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.devices import KERNELS, placed
+from support.search import examples, wider
+from support.strategies import FRUGAL, LONGEST, RUN_TIME_OPTIONS, attention_problems
+
+import cupyattn
+from cupyattn import QuantizedKeys, autodiff, reference
+from cupyattn.ops.attention.kernels.int8 import INT8
+from cupyattn.ops.attention.reference.quantised import (
+    int8_attention_estimate,
+    key_centres,
+    quantised_operands,
+    quantize_keys,
+)
+from cupyattn.testing import AttentionCase
+
+pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+LEAST_TILE = min(row.tile_k for row in INT8.values())
+# Whole chunks, tails of chunks, D != Dv, each configuration.
+HEAD_DIMS = wider([(64, 64), (24, 40)], [(128, 128), (18, 5), (96, 80), (192, 136), (256, 256)])
+
+
+def quantised(k: np.ndarray) -> QuantizedKeys:
+    """Return the keys that `cupyattn.quantize_keys` makes, by its definition in NumPy."""
+    centre = key_centres(k)
+    return QuantizedKeys(*quantize_keys(k, centre), centre)
+
+
+def placed_keys(keys: QuantizedKeys) -> QuantizedKeys:
+    return QuantizedKeys(*map(KERNELS.put, (keys.codes, keys.scales, keys.centre)))
+
+
+def run(
+    q: np.ndarray, keys: QuantizedKeys, v: np.ndarray, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run the kernel; returns out and lse as NumPy arrays."""
+    on_device = {name: placed(KERNELS, value) for name, value in options.items()}
+    out, lse = cupyattn.attention(
+        KERNELS.put(q), placed_keys(keys), KERNELS.put(v), return_lse=True, **on_device
+    )
+    return KERNELS.get(out), KERNELS.get(lse)
+
+
+def exact_and_bounds(
+    q: np.ndarray, keys: QuantizedKeys, v: np.ndarray, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return exact attention of the quantised q and k, and the bounds of a float16 kernel."""
+    options = {"softmax_scale": q.shape[-1] ** -0.5, **options}
+    pieces: tuple[Any, ...] = (keys.codes, keys.scales, keys.centre)
+    operands = (*quantised_operands(q, *pieces), v)
+    bounds = reference.attention_bound(*operands, dtype="float16", tile_k=LEAST_TILE, **options)
+    return reference.attention(*operands, **options), bounds
+
+
+def check(problem: AttentionCase) -> None:
+    q, k, v = problem.arrays()
+    keys, options = quantised(k), problem.keywords()
+    exact, bounds = exact_and_bounds(q, keys, v, options)
+    found = run(q, keys, v, options)
+    ratios = [reference.error_ratio(*each) for each in zip(found, exact, bounds, strict=True)]
+    assert max(ratios) <= 1, ratios
+
+
+@examples(6, deep=40)
+@given(data=st.data())
+def test_within_bounds_of_exact_attention_of_quantised_arrays(data: st.DataObject):
+    problems = attention_problems(
+        head_dims=HEAD_DIMS,
+        dtypes=("float16",),
+        options=RUN_TIME_OPTIONS,
+        largest=LONGEST,
+        **FRUGAL,
+    )
+    check(data.draw(problems))
+
+
+# Options of the scores see products with the centre's part, sinks and lse the whole score.
+OPTION_SETS: tuple[dict[str, str], ...] = wider(
+    [{"mask": "", "bias": "own", "alibi_slopes": "float32", "softcap": "", "sinks": "own"}],
+    [{"sinks": "float32"}, {"softcap": ""}, {"mask": ""}, {"alibi_slopes": "own"}, {"bias": "own"}],
+)
+
+
+@examples(4, deep=24)
+@given(
+    problem=attention_problems(
+        head_dims=[(64, 64)],
+        dtypes=("float16",),
+        options=RUN_TIME_OPTIONS,
+        option_sets=OPTION_SETS,
+        largest=LONGEST,
+        **FRUGAL,
+    )
+)
+def test_options_within_bounds(problem: AttentionCase):
+    check(problem)
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
+
+
+def with_offset(k: np.ndarray, size: float) -> np.ndarray:
+    """Return keys that have a large vector in common."""
+    common = np.random.default_rng(9).standard_normal(k.shape[-2:])
+    return (k + size * common).astype(np.float16)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["plain", "softcap"])
+def test_scores_of_a_large_centre_reach_options_sinks_and_lse(options: dict[str, Any]):
+    q, k, v = (
+        normal(0, 1, 9, 2, 64),
+        with_offset(normal(1, 1, 70, 2, 64), 8),
+        normal(2, 1, 70, 2, 64),
+    )
+    keys = quantised(k)
+    options = {**options, "sinks": np.float32([10.0, -3.0])}
+    exact, bounds = exact_and_bounds(q, keys, v, options)
+    out, lse = run(q, keys, v, options)
+    assert reference.error_ratio(lse, exact[1], bounds[1]) <= 1
+    assert reference.error_ratio(out, exact[0], bounds[0]) <= 1
+    assert np.abs(exact[1] - reference.attention(q, k - keys.centre, v, **options)[1]).max() > 1
+
+
+def test_nan_and_infinity_give_nan_rows():
+    q, k, v = normal(0, 1, 40, 2, 64), normal(1, 1, 40, 2, 64), normal(2, 1, 40, 2, 64)
+    q[0, 3, 0, 5], q[0, 7, 1, 0], k[0, 20, 0, 1] = np.nan, np.inf, -np.inf
+    keys = quantised(k)
+    for sinks in ({}, {"sinks": np.zeros(2, np.float32)}):
+        out, lse = run(q, keys, v, {"causal": True, **sinks})
+        expected = np.zeros((40, 2), bool)
+        expected[3, 0] = expected[7, 1] = True
+        expected[20:, 0] = True
+        assert (np.isnan(out[0]).all(axis=-1) == expected).all()
+        assert (np.isnan(out[0]).any(axis=-1) == expected).all()
+        assert (np.isnan(lse[0].T) == expected).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_queries_without_keys_see_nothing_of_a_query_that_is_not_finite(value: float):
+    q, k, v = normal(0, 1, 9, 1, 64), normal(1, 1, 9, 1, 64), normal(2, 1, 9, 1, 64)
+    q[0, 2] = value
+    options = {"seqused_k": np.int32([0]), "sinks": np.float32([1.5])}
+    out, lse = run(q, quantised(k), v, options)
+    assert not out.any()
+    assert (lse == 1.5).all()
+
+
+def test_rows_of_zeros():
+    q, k, v = normal(0, 1, 9, 1, 64), normal(1, 1, 70, 1, 64), normal(2, 1, 70, 1, 64)
+    q[0, 4], k[0, 33] = 0, 0
+    keys = QuantizedKeys(*quantize_keys(k, np.zeros((1, 64), np.float32)), np.zeros((1, 64), "f4"))
+    out, lse = run(q, keys, v, {})
+    assert lse[0, 0, 4] == pytest.approx(np.log(70), abs=1e-5)
+    assert np.allclose(out[0, 4, 0], v[0].mean(axis=0)[0], atol=2e-3)
+
+
+def test_codes_and_scales_of_any_strides():
+    q, k, v = normal(0, 2, 17, 4, 64), normal(1, 2, 80, 2, 64), normal(2, 2, 80, 2, 64)
+    keys, expected = quantised(k), None
+    codes = keys.codes.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)
+    scales = keys.scales[:, ::-1].copy()[:, ::-1]
+    for each in (keys.codes, codes, keys.codes[:, ::-1].copy()[:, ::-1]):
+        found = run(q, QuantizedKeys(each, scales, keys.centre), v, {"causal": True})
+        expected = expected or found
+        assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_numpy_arrays_get_what_the_kernel_computes(shared: bool):
+    q, k, v = (
+        normal(0, 2, 9, 4, 24),
+        with_offset(normal(1, 2, 70, 2, 24), 3),
+        normal(2, 2, 70, 2, 24),
+    )
+    centre = key_centres(k)
+    centre = centre.mean(axis=0) if shared else centre
+    keys = QuantizedKeys(*quantize_keys(k, centre), centre)
+    exact, bounds = exact_and_bounds(q, keys, v, {"causal": True})
+    for results in (
+        cupyattn.attention(q, keys, v, causal=True, return_lse=True),
+        run(q, keys, v, {"causal": True}),
+    ):
+        ratios = [reference.error_ratio(*each) for each in zip(results, exact, bounds, strict=True)]
+        assert max(ratios) <= 1, ratios
+
+
+def data_of(kind: str, seed: int, head_dim: int) -> tuple[np.ndarray, ...]:
+    """Return q, k and v with the features of real models: (1, 48, 1, D), (1, 400, 1, D)."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((1, rows, 1, head_dim)) for rows in (48, 400, 400))
+    if kind == "outlier channels":
+        channels = rng.permutation(head_dim)[:4]
+        q[..., channels], k[..., channels] = 2 * q[..., channels], 8 * k[..., channels]
+    if kind == "common offset":
+        k += 5 * rng.standard_normal(head_dim)
+    if kind == "peaked":
+        q *= 4
+    if kind == "rotated":
+        angles = np.arange(400)[:, None] * 1e4 ** (-np.arange(head_dim // 2) * 2 / head_dim)
+        turn = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1)[None, :, None]
+        q, k = q + turn[:, -48:], k + 4 * turn
+    return tuple(x.astype(np.float16) for x in (q, k, v))
+
+
+KINDS = ("normal", "outlier channels", "common offset", "peaked", "rotated")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(3, deep=40)
+@given(seed=st.integers(0, 2**32 - 1), head_dim=st.sampled_from([32, 64]), causal=st.booleans())
+def test_distance_to_attention_of_the_given_arrays_is_as_estimated(
+    kind: str, seed: int, head_dim: int, causal: bool
+):
+    q, k, v = data_of(kind, seed, head_dim)
+    keys, options = quantised(k), {"causal": causal}
+    estimates = int8_attention_estimate(q, k, v, keys.centre, **options)
+    (out, lse), bounds = exact_and_bounds(q, keys, v, options)
+    for found, exact, estimate, bound in zip(
+        (out, lse), reference.attention(q, k, v, **options), estimates, bounds, strict=True
+    ):
+        off = np.abs(found - exact)
+        assert (off <= estimate + bound).all(), float((off / (estimate + bound)).max())
+        # And no more is promised than that: the errors are of this size.
+        assert np.sqrt((off**2).mean()) >= np.sqrt((estimate**2).mean()) / 6 / 3
+
+
+def test_smoothing_takes_out_what_keys_have_in_common():
+    q, k, v = data_of("normal", 0, 64)
+    k = with_offset(k, 20)
+    exact, _ = reference.attention(q, k, v)
+    found = {}
+    for name, centre in (("centre", key_centres(k)), ("none", np.zeros((1, 64), np.float32))):
+        keys = QuantizedKeys(*quantize_keys(k, centre), centre)
+        out = cupyattn.attention(q, keys, v)
+        found[name] = float(np.sqrt(((out - exact) ** 2).mean()))
+    assert found["centre"] * 4 < found["none"]
+
+
+def refused(**changes: Any) -> str:
+    arrays = {"q": normal(0, 1, 4, 1, 16), "k": normal(1, 1, 4, 1, 16), "v": normal(2, 1, 4, 1, 16)}
+    arrays |= {name: changes.pop(name) for name in [*arrays] if name in changes}
+    arguments = (
+        KERNELS.put(arrays["q"]),
+        placed_keys(quantised(arrays["k"])),
+        KERNELS.put(arrays["v"]),
+    )
+    with pytest.raises((NotImplementedError, TypeError, ValueError)) as failure:
+        cupyattn.attention(*arguments, **changes)
+    return str(failure.value)
+
+
+def test_what_the_kernel_does_not_have_is_refused():
+    cos = KERNELS.put(np.ones((4, 8), np.float32))
+    assert "dropout_p" in refused(dropout_p=0.5, seed=1)
+    assert "rotary" in refused(rotary=(cos, cos))
+    assert "float16" in refused(
+        q=np.zeros((1, 4, 1, 16), np.float32), v=np.zeros((1, 4, 1, 16), "f4")
+    )
+    assert "implementation='int8'" in refused(implementation="tiled")
+    odd = {name: normal(1, 1, 4, 1, 15) for name in "qkv"}
+    assert "D = 15" in refused(**odd)
+    blocks = cupyattn.block_mask(cupyattn.MaskMod("q_idx >= k_idx"), 4, 4)
+    assert "BlockMask" in refused(mask_mod=blocks)
+
+
+def test_gradients_are_refused_with_the_reason():
+    q, k, v = normal(0, 1, 4, 1, 16), normal(1, 1, 4, 1, 16), normal(2, 1, 4, 1, 16)
+    keys = quantised(k)
+    out, lse = cupyattn.attention(q, keys, v, return_lse=True)
+    for k_given, options in ((keys, {}), (k, {"implementation": "int8"})):
+        with pytest.raises(NotImplementedError, match="no longer add up to 1"):
+            cupyattn.attention_backward(out, q, k_given, v, out, lse, **options)
+        with pytest.raises(TypeError, match="no longer add up to 1"):
+            autodiff.vjp(lambda q, k=k_given, o=options: cupyattn.attention(q, k, v, **o), q)
