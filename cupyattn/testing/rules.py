@@ -81,14 +81,14 @@ def _score_options(options: dict[str, Any]) -> dict[str, Any]:
 def _kernels_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    how: Any = {"dtype": arrays[0].dtype, "tile_k": TILE_KEYS, "native": True}  # for every GPU
+    how: Any = {"dtype": arrays[2].dtype, "tile_k": TILE_KEYS, "native": True}  # for every GPU
     return reference.attention_bound(*arrays, float32_weights=teaching, **how, **options)
 
 
 def _numpys_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    return cpu_attention_bound(*arrays, dtype=arrays[0].dtype, **options)
+    return cpu_attention_bound(*arrays, dtype=arrays[2].dtype, **options)
 
 
 def _attention(
@@ -100,8 +100,20 @@ def _attention(
 ) -> ExpectedResult:
     options = _score_options(given)
     q, k, v = arrays
+    if implementation == "int8" or isinstance(k, cupyattn.QuantizedKeys):
+        options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
+        q, k = _int8_operands(q, k)
+        implementation = "flash"
     bounds = bound_of(q, k, v, teaching=implementation != "flash", **options)
     return _first(reference.attention(q, k, v, **options), bounds, return_lse)
+
+
+def _int8_operands(q: NumpyArray, k: Any, *bounds: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+    """Return q and k of twice the head dim, whose products are those of int8 keys."""
+    with cupyattn.backend("reference"):
+        keys = k if isinstance(k, cupyattn.QuantizedKeys) else cupyattn.quantize_keys(k)
+    pieces: Any = keys.codes, keys.scales, keys.centre, *bounds
+    return reference.quantised_operands(q, *pieces)
 
 
 def _attention_backward(
@@ -129,6 +141,9 @@ def _attention_varlen(
 ) -> ExpectedResult:
     options = _score_options(given)
     q, k, v, cu_seqlens_q, cu_seqlens_k = arrays[:5]
+    if isinstance(k, cupyattn.QuantizedKeys):
+        options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
+        q, k = _int8_operands(q, k, cu_seqlens_k)
     out, lse = reference.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     bounds = np.full(out.shape, np.inf), np.full(lse.shape, np.inf)
     for rows, keys, own in sequences(cu_seqlens_q, cu_seqlens_k, options):

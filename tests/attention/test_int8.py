@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support.devices import KERNELS, placed
 from support.search import examples, wider
 from support.strategies import FRUGAL, LONGEST, RUN_TIME_OPTIONS, attention_problems
+from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn
 from cupyattn import QuantizedKeys, autodiff, reference
@@ -193,6 +195,35 @@ def test_numpy_arrays_get_what_the_kernel_computes(shared: bool):
     ):
         ratios = [reference.error_ratio(*each) for each in zip(results, exact, bounds, strict=True)]
         assert max(ratios) <= 1, ratios
+
+
+@dataclass(frozen=True)
+class Int8VarlenProblem(VarlenProblem):
+    """A call of attention_varlen over int8 keys, each sequence with a centre of its own."""
+
+    def arrays(self) -> tuple[Any, ...]:
+        q, k, v, *bounds = super().arrays()
+        keys = cupyattn.quantize_keys(k, cu_seqlens=bounds[1])
+        return q, keys, v, *bounds
+
+
+@examples(4, deep=30)
+@given(
+    problem=varlen_problems(
+        head_dims=HEAD_DIMS,
+        dtypes=("float16",),
+        options=RUN_TIME_OPTIONS,
+        option_views=FRUGAL["option_views"],
+    )
+)
+def test_packed_sequences_within_bounds(problem: VarlenProblem):
+    packed = Int8VarlenProblem(problem.dense, problem.queries, problem.keys, problem.spare)
+    q, keys, *others = packed.arrays()
+    options = {name: placed(KERNELS, value) for name, value in packed.keywords().items()}
+    with KERNELS.running():
+        arrays = KERNELS.put(q), placed_keys(keys), *map(KERNELS.put, others)
+        results = cupyattn.attention_varlen(*arrays, *packed.longest, return_lse=True, **options)
+    assert packed.ratio(*map(KERNELS.get, results)) <= 1
 
 
 def data_of(kind: str, seed: int, head_dim: int) -> tuple[np.ndarray, ...]:

@@ -22,7 +22,6 @@ from cupyattn.ops.attention.problem import (
 )
 from cupyattn.ops.attention.quantized_keys import QuantizedKeys, quantize_keys
 from cupyattn.ops.attention.reference.dense import AttentionGrads
-from cupyattn.ops.attention.reference.quantised import quantised_operands
 from cupyattn.ops.rope.api import Rotary
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
@@ -307,7 +306,7 @@ def attention(
     else:
         given = _split_out(out, return_lse)
     arrays: AttentionArrays[Any]
-    if isinstance(k, QuantizedKeys) or implementation == "int8":
+    if isinstance(k, QuantizedKeys) or (type(implementation) is str and implementation == "int8"):
         keys, implementation = _int8_keys(k, implementation), "int8"
         others = v, seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace
         pieces = {"k_scales": keys.scales, "k_centre": keys.centre}
@@ -331,7 +330,7 @@ def attention(
     if device is None:
         on_cpu = cast("AttentionArrays[NDArray[Any]]", operands.arrays)
         by_name = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
-        results = cpu.attention(*_on_cpu(on_cpu), **by_name)
+        results = cpu.attention(*cpu.operands(on_cpu), **by_name)
         rounded = rounded_results(problem, operands.arrays, *results)
         return rounded if return_lse else rounded[0]
     arrays = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
@@ -350,17 +349,6 @@ def _int8_keys(k: Any, implementation: str) -> QuantizedKeys:
             "leave it out, or pass k as it was",
         )
     return k
-
-
-def _on_cpu(arrays: AttentionArrays[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
-    """Return q, k and v; of int8 keys the floats whose products are the kernel's."""
-    q, k, v = arrays.q, arrays.k, arrays.v
-    if not isinstance(arrays, QuantizedKeyArrays):
-        return q, k, v
-    assert arrays.k_scales is not None
-    assert arrays.k_centre is not None
-    operands = quantised_operands(q, k, arrays.k_scales, arrays.k_centre)
-    return (*(x.astype(np.float32) for x in operands), v)
 
 
 def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
@@ -535,14 +523,7 @@ def attention_backward(
     """
     require_bool("deterministic", deterministic)
     require_bool("accumulate", accumulate)
-    if isinstance(k, QuantizedKeys) or implementation == "int8":
-        raise error(
-            NotImplementedError,
-            "attention_backward over int8 keys",
-            "gradients are those of exact scores: with the lse of int8 scores the weights of a row "
-            "no longer add up to 1",
-            "train with implementation='flash', and use int8 keys for inference",
-        )
+    require_no_int8_keys("attention_backward", k, implementation)
     arrays: AttentionBackwardArrays[Any] = AttentionBackwardArrays(
         *(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, out, lse, workspace),
         dout=dout,
@@ -581,6 +562,18 @@ def attention_backward(
         **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
     )
     return rounded_gradients(problem, operands.arrays, exact, accumulate)
+
+
+def require_no_int8_keys(function: str, k: Any, implementation: str = "flash") -> None:
+    """Raise NotImplementedError for a backward over int8 keys."""
+    if isinstance(k, QuantizedKeys) or (type(implementation) is str and implementation == "int8"):
+        raise error(
+            NotImplementedError,
+            f"{function} over int8 keys",
+            "gradients are those of exact scores: with the lse of int8 scores the weights of a row "
+            "no longer add up to 1",
+            "train with k as an array, and use int8 keys for inference",
+        )
 
 
 def gradients_of(arrays: AttentionBackwardArrays[Array]) -> AttentionGrads:

@@ -11,6 +11,7 @@ from cupyattn.ops.attention import cpu, reference
 from cupyattn.ops.attention.api import (
     AttentionKeywords,
     gradients_of,
+    require_no_int8_keys,
     rounded_gradients,
     rounded_results,
 )
@@ -24,8 +25,10 @@ from cupyattn.ops.attention.problem import (
     AttentionArrays,
     AttentionBackwardArrays,
     AttentionProblem,
+    QuantizedKeyArrays,
     WholeAttentionArrays,
 )
+from cupyattn.ops.attention.quantized_keys import QuantizedKeys
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.api import Rotary
 from cupyattn.runtime.arrays import Array
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 @overload
 def attention_varlen(
     q: Array,
-    k: Array,
+    k: Array | QuantizedKeys,
     v: Array,
     /,
     cu_seqlens_q: Array,
@@ -58,7 +61,7 @@ def attention_varlen(
 @overload
 def attention_varlen(
     q: Array,
-    k: Array,
+    k: Array | QuantizedKeys,
     v: Array,
     /,
     cu_seqlens_q: Array,
@@ -75,7 +78,7 @@ def attention_varlen(
 @overload
 def attention_varlen(
     q: Array,
-    k: Array,
+    k: Array | QuantizedKeys,
     v: Array,
     /,
     cu_seqlens_q: Array,
@@ -97,7 +100,7 @@ def attention_varlen(
 )
 def attention_varlen(
     q: Array,
-    k: Array,
+    k: Array | QuantizedKeys,
     v: Array,
     /,
     cu_seqlens_q: Array,
@@ -135,8 +138,9 @@ def attention_varlen(
     ----------
     q : array (total_q, H, D)
         Queries; dtypes and strides as for `attention`.
-    k : array (total_k, G, D)
-        Keys.
+    k : array (total_k, G, D), or QuantizedKeys
+        Keys, also in int8 (`quantize_keys`, with cu_seqlens_k as its cu_seqlens), as in `attention`
+        with ``implementation="int8"``.
     v : array (total_k, G, Dv)
         Values.
     cu_seqlens_q : int32 or int64 array (B + 1,)
@@ -226,19 +230,23 @@ def attention_varlen(
     True
     """
     require_bool("return_lse", return_lse)
-    arrays: AttentionArrays[Any] = WholeAttentionArrays(
+    kind: Any = WholeAttentionArrays
+    named = named_out(out, ("out", "lse") if return_lse else ("out",))
+    implementation = "flash"
+    if isinstance(k, QuantizedKeys):
+        kind, implementation = QuantizedKeyArrays, "int8"
+        named |= {"k_scales": k.scales, "k_centre": k.centre}
+        k = k.codes
+    arrays: AttentionArrays[Any] = kind(
         *(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks),
         workspace=workspace,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        **named_out(out, ("out", "lse") if return_lse else ("out",)),
+        **named,
     )
     operands, problem, seed = attention_call(
         arrays,
-        (
-            *(causal, softmax_scale, window_size, softcap, dropout_p, seed is not None),
-            *("flash", accumulator),
-        ),
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
         *(q_offset, seed, rotary, score_mod, mask_mod, max_seqlen_q, max_seqlen_k),
     )
     device = device_of(operands)
@@ -257,7 +265,7 @@ def _on_cpu(
     bounds, keys = arrays.cu_seqlens_q, arrays.cu_seqlens_k
     assert bounds is not None
     assert keys is not None
-    packed = arrays.q, arrays.k, arrays.v, bounds, keys
+    packed = *cpu.operands(arrays), bounds, keys
     out, lse = reference.attention_varlen(*packed, **options, attend=cpu.attention)
     end = int(bounds[-1])  # later rows of no sequence stay as they are
     if arrays.out is not None:
@@ -374,6 +382,7 @@ def attention_varlen_backward(
     True
     """
     require_bool("deterministic", deterministic)
+    require_no_int8_keys("attention_varlen_backward", k)
     require_bool("accumulate", accumulate)
     arrays: AttentionBackwardArrays[Any] = AttentionBackwardArrays(
         *(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, out, lse, workspace),

@@ -221,6 +221,8 @@ def described_problem(
         )
         require_contiguous_rows(name, layout)
     require_same_dtype({"q": q, "v": v} if quantised else {"q": q, "k": k, "v": v})
+    if isinstance(layouts, QuantizedKeyArrays):
+        _require_fitting_centre(layouts)
     batch, sq, heads, head_dim = q.shape
     _, sk, kv_heads, head_dim_v = v.shape
     _require_matching_heads(q, k, v)
@@ -244,6 +246,15 @@ def described_problem(
     if layouts.workspace is not None:
         require_workspace(layouts.workspace)
     return problem
+
+
+def _require_fitting_centre(layouts: QuantizedKeyArrays[Layout]) -> None:
+    """Raise unless there is one centre, or one for each sequence; keys were checked when made."""
+    assert layouts.k_centre is not None
+    centre, heads = layouts.k_centre, layouts.k.shape[2:]
+    if len(centre.shape) == 3:
+        fitting = (layouts.q.shape[0], *heads)
+        require_shape("keys.centre", centre, fitting, "(B, G, D), one of each sequence")
 
 
 def _require_matching_heads(q: Layout, k: Layout, v: Layout) -> None:

@@ -171,11 +171,12 @@ def _choose_int8(
     """Choose the kernel over int8 keys, or raise NotImplementedError for what it does not have."""
     _require_int8_kernel(problem, traits)
     laid = with_results(problem, outputs)
-    row = int8.int8_row(problem.head_dim, problem.head_dim_v)
+    options = flash_options(problem, 2)
+    row = int8.int8_row(problem.head_dim, problem.head_dim_v, options)
     require_near_rows(problem, ("k", "v"), row.tile_k)
     vec = whole_vectors(vector_items("float16"), problem, laid, ("q", "v", "out"))
     together = interleaving(problem, traits)
-    how: tuple[Any, ...] = ((), together, row, flash_options(problem, 2), vec)
+    how: tuple[Any, ...] = ((), together, row, options, vec)
     return ForwardChoice("int8", _INT8_REASONS, problem, laid, *how)
 
 

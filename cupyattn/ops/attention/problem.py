@@ -145,6 +145,7 @@ class PagedArrays(WholeAttentionArrays[T]):
 
 ROWS_OF_QUERIES = frozenset({"q", "out", "lse", "dout", "dlse", "dq"})
 ROWS_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
+_PACKED = ROWS_OF_QUERIES | ROWS_OF_KEYS | {"k_scales"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +335,7 @@ def as_batch(name: str, layout: Layout, batch: int, sq: int, sk: int) -> Layout:
     >>> as_batch("lse", Layout((4, 9), (36, 4), np.dtype(np.float32)), 2, 6, 8)
     Layout(shape=(2, 4, 6), strides=(0, 36, 4), dtype=dtype('float32'))
     """
-    if name not in ROWS_OF_QUERIES | ROWS_OF_KEYS:
+    if name not in _PACKED:
         return layout
     longest = sq if name in ROWS_OF_QUERIES else sk
     shape, strides, dtype = layout

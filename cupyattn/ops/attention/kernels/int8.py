@@ -50,15 +50,35 @@ class Int8Config:
 
 _UNIT = 128  # bytes: alignment of each buffer in Smem
 
+# The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
+# main loop on a T4 by the static model of `python -m cupyattn turing`, and in brackets the rate as
+# a multiple of the float16 kernel's by the same model, on a T4 and on an RTX 2080 Ti (NVRTC
+# 12.9.86, 2026-11-28, +-0.05). V is loaded after the softmax: loaded before it, as the float16
+# kernel does, head dims 64 and 128 model 0.71 and 0.77.
 _TURING = {
-    64: Int8Config(2, 4, 64, 2, ""),
-    96: Int8Config(2, 4, 32, 2, ""),
-    128: Int8Config(2, 4, 24, 2, ""),
-    192: Int8Config(1, 8, 32, 1, ""),
-    256: Int8Config(1, 8, 16, 1, ""),
+    64: Int8Config(2, 4, 64, 2, "models 0.75 (1.15, 1.47), and 0.71 with 48 keys, 0.69 with 32"),
+    96: Int8Config(2, 4, 32, 2, "models 0.74, and 0.69 with 24 keys, 0.62 with 16"),
+    128: Int8Config(
+        2, 4, 16, 2, "models 0.84 (1.25, 1.45), and 0.76 with 24, where 28 bytes spill"
+    ),
+    192: Int8Config(1, 8, 48, 1, "models 0.61, and 0.59 with 32 keys; shared memory binds"),
+    256: Int8Config(1, 8, 32, 1, "models 0.68, and 0.63 with 16 keys; shared memory binds"),
 }
-_GATES: dict[int, Gates] = {limit: Gates() for limit in _TURING}
+# Items of a bias or mask and a capped score's steps take registers: with 64 keys 108 to 200 bytes
+# spill, some of them in the main loop.
+_TURING_WITH_ITEMS = {
+    64: Int8Config(2, 4, 48, 2, "models 0.50 to 0.57 with items, and 0.45 to 0.60 with 64 keys")
+}
+_GATES = {
+    64: Gates(0.74, 128, scalar=0.64, options=0.62, kernels=0.70, most_spills=160),
+    96: Gates(0.73),
+    128: Gates(0.82, kernels=0.75, most_spills=64),
+    192: Gates(0.60),
+    256: Gates(0.67, 32),
+}
+_ITEMS_GATES = {64: Gates(0.42, 64)}
 INT8 = with_gates(_TURING, _GATES)
+_WITH_ITEMS = with_gates(_TURING_WITH_ITEMS, _ITEMS_GATES)
 
 KERNEL = KernelSpec("attention_forward_int8", "attention/int8/forward.cu", parameters.INT8)
 VARLEN = KernelSpec(
@@ -67,9 +87,11 @@ VARLEN = KernelSpec(
 KERNELS = (KERNEL, VARLEN)
 
 
-def int8_row(head_dim: int, head_dim_v: int) -> Int8Config:
-    """Return the configuration for these head dims."""
-    return INT8[limit_of(INT8, head_dim, head_dim_v)]
+def int8_row(head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) -> Int8Config:
+    """Return the configuration for these head dims and options."""
+    limit = limit_of(INT8, head_dim, head_dim_v)
+    usual = INT8[limit]
+    return _WITH_ITEMS.get(limit, usual) if options.adds_items else usual
 
 
 @cache
@@ -85,7 +107,7 @@ def flash(
 
     `vec` is 8 where rows of q, v and out are aligned to 16 bytes, or 1.
     """
-    row = row or int8_row(head_dim, head_dim_v)
+    row = row or int8_row(head_dim, head_dim_v, options)
     return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=row.shared_bytes(head_dim, head_dim_v),

@@ -304,11 +304,7 @@ def quantize_keys(
     >>> codes.tolist(), scales * 127
     ([[[127, 32, -127, 0]]], array([[2.]], dtype=float32))
     """
-    if centre.ndim == 3:
-        if cu_seqlens is None or k.ndim == 4:
-            centre = centre[:, None]
-        else:
-            centre = centre[_sequences(len(k), cu_seqlens)]
+    centre = _centres_of_keys(centre, k, cu_seqlens)
     with np.errstate(all="ignore"):
         v = flushed(flushed(widened(k)) - flushed(centre))
         absmax = np.abs(v).max(axis=-1, initial=0)
@@ -321,8 +317,25 @@ def quantize_keys(
         return np.where(coded[..., None], codes, 0).astype(np.int8), scales
 
 
+def _centres_of_keys(
+    centre: NDArray[Any], k: NDArray[Any], cu_seqlens: NDArray[Any] | None
+) -> NDArray[Any]:
+    """Return centres as they broadcast to keys."""
+    if centre.ndim == 2:
+        return centre
+    if cu_seqlens is None or k.ndim == 4:
+        return centre[:, None]
+    begins = np.clip(cu_seqlens[:-1], 0, len(k))
+    of_rows = np.searchsorted(begins, np.arange(len(k)), side="right") - 1
+    return centre[np.maximum(of_rows, 0)]
+
+
 def quantised_operands(
-    q: NDArray[Any], codes: NDArray[np.int8], scales: NDArray[Any], centre: NDArray[Any]
+    q: NDArray[Any],
+    codes: NDArray[np.int8],
+    scales: NDArray[Any],
+    centre: NDArray[Any],
+    cu_seqlens: NDArray[Any] | None = None,
 ) -> tuple[Float64, Float64]:
     """Return q and k whose products are those of attention over int8 keys, of twice the head dim.
 
@@ -331,19 +344,21 @@ def quantised_operands(
 
     Parameters
     ----------
-    q : (B, Sq, H, D)
+    q : (B, Sq, H, D), or (total_q, H, D) packed
     codes, scales, centre
         Of `cupyattn.QuantizedKeys`.
+    cu_seqlens : (sequences + 1,), optional
+        Of packed keys with a centre of each sequence.
 
     Returns
     -------
-    q : (B, Sq, H, 2 D), k : (B, Sk, G, 2 D)
+    q : (B, Sq, H, 2 D), k : (B, Sk, G, 2 D), or packed
     """
     q_codes, q_scales = quantize_keys(q, np.zeros(q.shape[-2:], np.float32))
     with np.errstate(invalid="ignore"):
         rows = q_codes * q_scales.astype(np.float64)[..., None]
         keys = codes * scales.astype(np.float64)[..., None]
-    of_keys = centre if centre.ndim == 2 else centre[:, None]
+    of_keys = _centres_of_keys(centre, codes, cu_seqlens)
     both = np.broadcast_to(of_keys, keys.shape).astype(np.float64)
     return np.concatenate([rows, q], axis=-1), np.concatenate([keys, both], axis=-1)
 
