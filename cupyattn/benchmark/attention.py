@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from cupyattn.benchmark.libraries import BACKENDS, names_among, swapped, tensor_
 from cupyattn.benchmark.timer import READ, Round
 from cupyattn.cli.arguments import integer
 from cupyattn.ops.attention.modifiers import ScoreMod
-from cupyattn.ops.attention.options import IMPLEMENTATIONS
+from cupyattn.ops.attention.options import ACCUMULATORS, IMPLEMENTATIONS
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.api import rope_tables
 from cupyattn.runtime.annotations import Json, Keywords
@@ -41,6 +41,8 @@ OPTIONS = (
     *("causal", "window", "softcap", "bias", "mask", "alibi", "score_mod", "sinks", "dropout"),
     *("rotary", "mask_mod", "block_mask"),
 )
+TEACHING = ("tiled", "naive")
+"""Implementations that are there to be read."""
 TAKES = ("plain", "causal", "bias", "mask", "dropout")
 """Options of PyTorch's scaled_dot_product_attention."""
 TEACHING_FLOPS = 1e12
@@ -172,6 +174,23 @@ class AttentionInputs:
         """The option's keyword arguments; raises MemoryError if its arrays have no room."""
         return arguments_of(self.option, self.problem, self.harness.xp)
 
+    def errors(self, found: Array) -> Mapping[str, float]:
+        """Compare a result with the float32 kernels', for the first sequence.
+
+        The errors are the norm of the difference by the norm of the result, and the largest
+        difference.
+        """
+        if not self.harness.filled:
+            return {}
+        xp, options = self.harness.xp, dict(self.arguments)
+        first = (x[:1].astype(np.float32) for x in self.arrays[:3])
+        exact = cupyattn.attention(*first, **options).astype(np.float64)
+        difference = found[:1].astype(np.float64) - exact
+        return {
+            "relative_error": float(xp.sqrt((difference**2).sum() / (exact**2).sum())),
+            "largest_error": float(xp.abs(difference).max()),
+        }
+
 
 def arguments_of(option: str, problem: SelfAttentionProblem, xp: ModuleType) -> Keywords:
     """Return an option's keyword arguments of a call, with arrays of its size."""
@@ -239,15 +258,19 @@ def implementations(
     and take no option but causal.
     """
     modes = (False,) if direction == "forward" else DETERMINISTIC[arguments.deterministic]
+    sums = [each == "float16" for each in getattr(arguments, "accumulator", ["float32"])]
     own = [
         TimedImplementation(
-            f"cupyattn {name}{' deterministic' if mode and name == 'flash' else ''}",
-            partial(_own_calls, direction, name, mode, inputs),
-            comparable=lambda result: result if hasattr(result, "shape") else result[:3],
+            f"cupyattn {name}{' deterministic' if mode and name == 'flash' else ''}"
+            f"{' with float16 sums' if half_sums else ''}",
+            partial(_own_calls, direction, name, mode, inputs, half_sums),
+            _comparable if name != "int8" else lambda _: None,
+            inputs.errors if name == "int8" or half_sums else None,
         )
         for name in arguments.implementation
-        if name == "flash" or inputs.option in (PLAIN, "causal")
+        if name not in TEACHING or inputs.option in (PLAIN, "causal")
         for mode in (modes if name == "flash" else modes[:1])
+        for half_sums in ([False] if name in TEACHING else sums)
     ]
     other = [
         TimedImplementation(
@@ -261,9 +284,15 @@ def implementations(
     return [*own, *other]
 
 
-def _own_calls(direction: str, name: str, deterministic: bool, inputs: AttentionInputs) -> Round:
+def _comparable(result: Any) -> Any:
+    return result if hasattr(result, "shape") else result[:3]
+
+
+def _own_calls(
+    direction: str, name: str, deterministic: bool, inputs: AttentionInputs, half_sums: bool
+) -> Round:
     flops = inputs.problem.flops(direction, inputs.option)
-    if name != "flash" and flops > TEACHING_FLOPS and inputs.harness.filled:
+    if name in TEACHING and flops > TEACHING_FLOPS and inputs.harness.filled:
         raise NotAskedError(
             f'not timed: "{name}" is a teaching kernel, and a call has {flops / 1e12:.1f} TFLOP; '
             f"{TEACHING_FLOPS / 1e12:g} is the limit"
@@ -271,6 +300,7 @@ def _own_calls(direction: str, name: str, deterministic: bool, inputs: Attention
     q, k, v, dout, out, lse = inputs.arrays
     options = {"implementation": name, **inputs.arguments}
     if direction == "forward":
+        options["accumulator"] = "float16" if half_sums else "float32"
         return [partial(cupyattn.attention, q, k, v, out=out, **options)]
     forward = partial(cupyattn.attention, q, k, v, return_lse=True, out=(out, lse))
     given, empty = inputs.arguments, inputs.harness.xp.empty_like
@@ -419,6 +449,9 @@ def _options(own: tuple[str, ...], default: list[str]) -> tuple[Option, ...]:
 
 _QUERIES = Option("queries", [], "queries of a sequence, its last tokens; memory bounds them "
                   "(default: all tokens)", metavar="Q")  # fmt: skip
+_ACCUMULATOR = Option("accumulator", ["float32"], "sums of weights times v of flash and int8; "
+                      "with float16 ones, and of int8, rows have the error of the first sequence",
+                      choices=ACCUMULATORS)  # fmt: skip
 _DETERMINISTIC = Option(
     "deterministic", "both", "of flash: time the deterministic kernels and the one-pass kernel, "
     "only them, or never", choices=tuple(DETERMINISTIC),
@@ -434,7 +467,7 @@ FORWARD = Benchmark(
     description="Time attention(q, k, v, out=out): by dtype, head dim, length and batch, plain and "
     "with each option, whose time is compared with the plain call's.",
     note=f"TFLOP/s count 4 * B * H * S * S * D (2 * (D + Dv) where they differ): {_NOTE}",
-    options=(*_options(IMPLEMENTATIONS, ["flash", "tiled", "naive"]), _QUERIES),
+    options=(*_options(IMPLEMENTATIONS, ["flash", "tiled", "naive"]), _QUERIES, _ACCUMULATOR),
     cases=partial(cases, "forward"),
     baselines=("eager", *BACKENDS, "compile", "triton", "cupy"),
     compare="option",

@@ -63,6 +63,8 @@ class TimedImplementation:
     """Make the calls, with all memory that they need."""
     comparable: Callable[[Any], Any] = lambda result: result
     """Turn its result into the arrays to compare with the first implementation's; None for none."""
+    errors: Callable[[Any], Mapping[str, float]] | None = None
+    """Measure a result's errors, which are shown next to the times."""
 
     @property
     def baseline(self) -> str | None:
@@ -212,6 +214,7 @@ def rows_of(case: Case, harness: Harness) -> Iterator[Row]:
                 elif found:
                     _require_agreement(found, expected, case.tolerance, harness.xp)
                 del found
+            also = implementation.errors(calls[0]()) if implementation.errors else None
             samples = harness.times(calls, torch)
             peak = harness.memory(calls[0], torch)
         except Exception as failure:  # another library may raise anything
@@ -228,6 +231,7 @@ def rows_of(case: Case, harness: Harness) -> Iterator[Row]:
             calls_per_sample=samples.calls_each,
             ceilings=harness.ceilings,
             peak_bytes=peak,
+            also=also,
         )
         del calls
 

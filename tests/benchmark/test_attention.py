@@ -172,6 +172,27 @@ def test_teaching_kernels_are_not_timed_for_hours(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("words", "timed"),
+    [
+        ("flash int8", [("cupyattn flash", False), ("cupyattn int8", True)]),
+        (
+            "flash --accumulator float32 float16",
+            [("cupyattn flash", False), ("cupyattn flash with float16 sums", True)],
+        ),
+    ],
+)
+def test_rows_of_less_accurate_kernels_have_their_errors(words, timed):
+    arguments = attention.FORWARD.parse("--implementation", *words.split())[1]
+    measure = harness()
+    made = attention.implementations("forward", arguments, AttentionInputs(CASE, "causal", measure))
+    found = list(rows_of(Case({}, made, tolerance=0.05), measure))
+    assert [(row["implementation"], "also" in row) for row in found] == timed
+    errors = found[-1]["also"]
+    assert 0 < errors["relative_error"] < 0.05
+    assert 0 < errors["largest_error"] < 0.1
+
+
 # --- other libraries
 
 
