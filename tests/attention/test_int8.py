@@ -197,6 +197,31 @@ def test_numpy_arrays_get_what_the_kernel_computes(shared: bool):
         assert max(ratios) <= 1, ratios
 
 
+@pytest.mark.parametrize("in_numpy", [False, True])
+def test_implementation_int8_quantises_keys_first(in_numpy: bool):
+    arrays = (
+        normal(0, 2, 20, 4, 64),
+        with_offset(normal(1, 2, 70, 2, 64), 4),
+        normal(2, 2, 70, 2, 64),
+    )
+    q, k, v = arrays if in_numpy else map(KERNELS.put, arrays)
+    results = cupyattn.attention(q, k, v, causal=True, return_lse=True, implementation="int8")
+    keys = cupyattn.quantize_keys(k)
+    expected = cupyattn.attention(q, keys, v, causal=True, return_lse=True)
+    assert all((a == b).all() for a, b in zip(results, expected, strict=True))
+    exact, _ = reference.attention(*arrays, causal=True)
+    estimate, _ = int8_attention_estimate(*arrays, KERNELS.get(keys.centre), causal=True)
+    assert (np.abs(KERNELS.get(results[0]) - exact) <= estimate + 2e-3).all()
+
+
+def test_explain_says_what_is_gained_and_lost():
+    q, k, v = map(KERNELS.put, (normal(i, 1, 20, 1, 64) for i in range(3)))
+    text = str(cupyattn.explain(cupyattn.attention, q, k, v, implementation="int8"))
+    assert "attention_forward_int8" in text
+    assert "gained: " in text
+    assert "lost: " in text
+
+
 @dataclass(frozen=True)
 class Int8VarlenProblem(VarlenProblem):
     """A call of attention_varlen over int8 keys, each sequence with a centre of its own."""

@@ -57,7 +57,9 @@ struct Traits {
   // Two codes are an item of 16 bits. Keys start at multiples of gcd(kHeadDim, 16) bytes.
   static constexpr int kCodesVec = kHeadDim % kChunkBytes == 0 ? kChunkItems : 1;
   using KTileLoader = TileLoader<KTile, kHeadDim / 2, kCodesVec, kThreads, Tile>;
-  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
+  // Where rows are shared by twice as many lanes, tiles that are no multiple of 16 rows have no idle pass.
+  static constexpr int kVLanes = kTileK % 16 != 0 && kOutTiles == 16 ? 16 : 0;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile, kVLanes>;
   using Softmax = ::Softmax<kMTiles, kOutTiles, Scalar>;
 
   static constexpr bool kSinks = kGiven<SINKS>;

@@ -206,7 +206,7 @@ def attention(
         ``mask_mod(b, h, q_idx, k_idx)`` of integer arrays that broadcast together, True to attend.
     return_lse : bool
         Return the log-sum-exp of the scores too.
-    implementation : {"flash", "int8", "tiled", "naive"}
+    implementation : {"flash", "tiled", "naive", "int8"}
         Which kernel runs on a GPU or the emulator. "flash" runs on tensor cores for float16, where
         the GPU has any (`device_info`), and for bfloat16 from compute capability 8.0 on; otherwise
         in float32 arithmetic. Where up to 16 queries see many keys it splits those over all

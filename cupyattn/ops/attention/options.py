@@ -30,7 +30,7 @@ ALL_OPTIONS = TEACHING_OPTIONS | POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIO
 INT8_OPTIONS = ALL_OPTIONS - {"dropout_p"} - ROTARY
 """The kernel over int8 keys has these options, but no block mask."""
 
-IMPLEMENTATIONS = ("flash", "int8", "tiled", "naive")
+IMPLEMENTATIONS = ("flash", "tiled", "naive", "int8")
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32
 MAX_SOFTCAP = 10_000.0  # where a kernel errs by 1e-3 in a score
 MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits

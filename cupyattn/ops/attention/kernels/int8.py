@@ -130,6 +130,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     vec = vector_items("float16")
     for head_dim in INT8:
         yield flash(head_dim, head_dim, vec)
+    for head_dim in (64, 128):
         yield flash(head_dim, head_dim, vec, spec=VARLEN)
     yield flash(64, 64, 1)
     for options in EACH_OPTION:
