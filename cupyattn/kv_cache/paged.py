@@ -193,11 +193,11 @@ class PagedKVCache(CacheSteps):
         How they are kept; a NumPy dtype of such a name will do. "int8" and "int4" are quantised by
         `append`, with a float32 scale for each token and head, and dequantised in the kernel;
         "int4" stores two numbers in a byte, so D must be even.
+    xp : module
+        numpy or cupy: whose arrays they are. CuPy's are on the current device.
     int8_keys : bool
         Keep keys as `QuantizedKeys`, for attention with int8 scores: codes of their differences
         from ``k_centre``, with a scale for each token and head. Values have dtype, one of floats.
-    xp : module
-        numpy or cupy: whose arrays they are. CuPy's are on the current device.
     prefix_caching, watermark, num_host_blocks : optional
         As of `BlockAllocator`. Blocks of the host are pinned memory where xp is cupy.
 
