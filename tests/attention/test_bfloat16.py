@@ -29,10 +29,11 @@ DECODED = wider(
     (("bfloat16", 64, 16, 16),),
     (
         ("bfloat16", 128, 8, 2), ("bfloat16", 128, 16, 16), ("bfloat16", 256, 8, 3),
-        ("bfloat16", 80, 4, 2),
+        ("bfloat16", 80, 4, 2), ("bfloat16", 512, 8, 2), ("bfloat16", 384, 4, 1),
+        ("bfloat16", 264, 4, 1),
     ),
 )  # fmt: skip
-PROMPTS = wider((64,), (40, 80, 96, 128, 160, 192, 256, 34))
+PROMPTS = wider((64,), (40, 80, 96, 128, 160, 192, 256, 34, 264, 512))
 STEP = PagedProblem(
     lengths=(0, 300, 7, 64, 129), Sq=3, G=2, group=2, D=64, dtype="bfloat16",
     options=(("causal", True),),
@@ -101,7 +102,7 @@ def test_prompts_are_within_their_bounds(bits, data):
 
 
 @pytest.mark.parametrize("bits", [*BITS[:1], *deep(*BITS[1:])])
-@pytest.mark.parametrize("head_dim", [64, *deep(128, 256)])
+@pytest.mark.parametrize("head_dim", [64, *deep(128, 256, 512)])
 def test_every_option(head_dim, bits):
     options = (("causal", True), *OPTIONS["all"].items())
     check(replace(STEP, D=head_dim, bits=bits, options=options))

@@ -32,7 +32,10 @@ from cupyattn.testing import AttentionCase
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 # One tile of rows on tensor cores, two where there are many rows; lanes, and single items.
-HEAD_DIMS = wider([(64, 64), (24, 24)], [(128, 128), (256, 256), (80, 80), (33, 33), (1, 1)])
+HEAD_DIMS = wider(
+    [(64, 64), (24, 24)],
+    [*((dim, dim) for dim in (128, 256, 80, 33, 1, 512, 320, 448, 264, 257, 500))],
+)
 DTYPES = wider(["float16", "float32"], ["bfloat16"])
 OPTION_SETS = (
     {"alibi_slopes": "float32", "softcap": "", "sinks": "float32"},

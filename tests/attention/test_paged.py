@@ -57,6 +57,9 @@ FLOATS = wider(
         ("float16", 33, 3, 5), ("float16", 128, 16, 16), ("float16", 256, 8, 3),
         ("float16", 80, 4, 2), ("bfloat16", 128, 8, 2), ("bfloat16", 1, 3, 3),
         ("float32", 256, 2, 3), ("float32", 128, 8, 1), ("float32", 61, 2, 2),
+        ("float16", 512, 8, 3), ("float16", 320, 4, 1), ("float16", 384, 8, 1),
+        ("float16", 448, 3, 1), ("float16", 500, 3, 2), ("float32", 512, 2, 3),
+        ("bfloat16", 257, 2, 1),
     ),
 )  # fmt: skip
 INTEGERS = wider(
@@ -65,7 +68,8 @@ INTEGERS = wider(
         ("float16", 64, 16, 16), ("float16", 128, 8, 2), ("float16", 128, 16, 16),
         ("float16", 256, 8, 3), ("float16", 80, 4, 2), ("float16", 34, 3, 5),
         ("bfloat16", 128, 8, 2), ("bfloat16", 2, 3, 3), ("float32", 256, 2, 3),
-        ("float32", 128, 8, 1), ("float32", 62, 2, 2),
+        ("float32", 128, 8, 1), ("float32", 62, 2, 2), ("float16", 512, 8, 3),
+        ("float16", 384, 8, 3), ("float16", 264, 3, 2), ("float32", 512, 2, 1),
     ),
 )  # fmt: skip
 RAGGED = PagedProblem(
@@ -123,6 +127,7 @@ def test_the_width_of_the_block_table_decides_what_is_short(recorder, blocks, qu
             *((name, *kernel, None) for name in OPTIONS
               for kernel in (("float16", 64), ("float32", 24), ("bfloat16", 72))),
             *(("all", dtype, 64, bits) for dtype in ("float16", "float32") for bits in (8, 4)),
+            *(("all", "float16", 512, bits) for bits in (None, 8, 4)), ("all", "float32", 512, None),
         ],
         [("all", "float16", 64, None), ("all", "float16", 64, 4)],
     ),
@@ -132,6 +137,17 @@ def test_options(options, dtype, head_dim, bits):
     problem = replace(RAGGED, dtype=dtype, D=head_dim, bits=bits, options=options)
     arrays = problem.arrays()
     assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
+
+
+@pytest.mark.parametrize("bits", [None, *deep(8, 4)])
+def test_heads_of_512_items_on_tensor_cores(bits):
+    """Parts of the tiles of K and V are on the way, and the parts of the next tile after them."""
+    problem = PagedProblem(
+        lengths=(70, 0, 7), Sq=2, G=1, group=3, D=512, dtype="float16", bits=bits
+    )
+    arrays = problem.arrays()
+    with multiprocessors(1):
+        assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), *deep(("float32", 24))])

@@ -17,6 +17,8 @@ struct FloatRows {
   using Items = StoredItems<Item, kVec>;
   static constexpr int kBits = StoredFormat<Item>::kBits;
   static constexpr bool kScaled = StoredFormat<Item>::kScaled;
+  static constexpr bool kStreams = false;
+  struct Queries {};                   // in shared memory: none
   static constexpr int kTogether = 4;  // rows whose products are summed over lanes at once
   static constexpr int kRows = kRows_, kGroups = kRows / kTogether;
   static constexpr int kPassRows = kHeadDim <= 256 ? kRows : kRows / 2;  // that pass through shared memory at once

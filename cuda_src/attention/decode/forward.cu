@@ -31,7 +31,7 @@
 #error "SLOPES, SOFTCAP and SINKS come from a launch-configuration table"
 #endif
 #if LANES == 0  // no lanes share a row: tensor cores
-#include "tensor_core_rows.cuh"
+#include "streamed_rows.cuh"
 #else
 #include "float_rows.cuh"
 #endif
@@ -43,7 +43,7 @@ struct Traits {
   using Scalar = DTYPE;
   using Loader = FEED;
 #if LANES == 0
-  using Rows = TensorCoreRows<DTYPE, CACHE, HEAD_DIM, QUERY_ROWS, TILES_AHEAD>;
+  using Rows = ChosenRows<DTYPE, CACHE, HEAD_DIM, QUERY_ROWS, TILES_AHEAD>::Type;
 #else
   using Rows = FloatRows<DTYPE, CACHE, HEAD_DIM, VEC, LANES, QUERY_ROWS>;
 #endif
@@ -55,7 +55,7 @@ struct Traits {
   static constexpr int kStride = round_up(HEAD_DIM, 4) + 4;  // of a row in shared memory: rows 2 t are 8 banks apart
 };
 
-struct Smem {
+struct Smem : Traits::Rows::Queries {
   alignas(16) float rows[WARPS][Traits::Rows::kPassRows][Traits::kStride];
   float2 sums[WARPS][Traits::Rows::kPassRows];  // m and l
 };
@@ -71,6 +71,18 @@ __device__ __forceinline__ float reduce_row(float x, Op op = Op()) {
   return x;
 }
 
+template <typename Rows>
+__device__ __forceinline__ void begin_rows(Rows& rows, const SegmentRows& segment, const Traits::Scalar* q_g,
+                                           Smem& smem) {
+  if constexpr (Rows::kStreams) {
+    rows.template begin<WARPS>(segment, q_g, smem);
+    __syncthreads();  // smem: q is written by every warp
+    rows.prepare();
+  } else {
+    rows.begin(segment, q_g);
+  }
+}
+
 // One warp's part of a segment's rows.
 struct Warp {
   static constexpr int kLaneRows = Traits::Rows::kLaneRows, kLaneKeys = Traits::Rows::kLaneKeys;
@@ -78,8 +90,8 @@ struct Warp {
   Traits::Rows rows;
   float m[kLaneRows], l[kLaneRows];
 
-  __device__ __forceinline__ void begin(const SegmentRows& segment, const Traits::Scalar* q_g) {
-    rows.begin(segment, q_g);
+  __device__ __forceinline__ void begin(const SegmentRows& segment, const Traits::Scalar* q_g, Smem& smem) {
+    begin_rows(rows, segment, q_g, smem);
 #pragma unroll
     for (int i = 0; i < kLaneRows; i++) {
       m[i] = Traits::End::kLowest;
@@ -192,17 +204,18 @@ struct Caches {
 };
 
 // One warp's tiles of a segment, of which kTilesAhead are on the way.
-__device__ __forceinline__ void loop(Warp& warp, const Caches& caches, Traits::Loader& loader, const KeyWindow& window,
-                                     Traits::Scores& scores, int sq) {
+template <typename Rows>
+__device__ __forceinline__ void loop(Warp& warp, Rows& rows, const Caches& caches, Traits::Loader& loader,
+                                     const KeyWindow& window, Traits::Scores& scores, int sq) {
   if (loader.count <= 0) return;
   const int seen_by_all = window.of_row(sq - 1).begin, seen_to = window.of_row(0).end;
-  constexpr int kAhead = Traits::Rows::kTilesAhead, kSlots = Traits::Rows::kSlots;
+  constexpr int kAhead = Rows::kTilesAhead, kSlots = Rows::kSlots;
 #pragma unroll
   for (int j = 0; j < kAhead; j++) {
     if (j >= loader.count) break;
     const KeyTilePosition position = loader.position(j);
-    warp.rows.load_k(j, caches.k(position));
-    warp.rows.load_v(j, caches.v(position));
+    rows.load_k(j, caches.k(position));
+    rows.load_v(j, caches.v(position));
   }
 #pragma unroll 1
   for (int first = 0; first < loader.count; first += kSlots) {
@@ -214,17 +227,54 @@ __device__ __forceinline__ void loop(Warp& warp, const Caches& caches, Traits::L
       KeyTilePosition position{};  // of the tile to load: kAhead after this one, or this one
       if (more) position = loader.position(j + kAhead);
       const int first_key = loader.first_key(j), own_key = loader.tile(j) * kTileKeys;
-      if (kAhead == 0) warp.rows.load_k(slot, caches.k(position));
-      warp.rows.multiply_keys(slot, caches.k(position));
-      if (kAhead > 0 && more) warp.rows.load_k(slot, caches.k(position));
-      if (kAhead == 0) warp.rows.load_v(slot, caches.v(position));
+      if (kAhead == 0) rows.load_k(slot, caches.k(position));
+      rows.multiply_keys(slot, caches.k(position));
+      if (kAhead > 0 && more) rows.load_k(slot, caches.k(position));
+      if (kAhead == 0) rows.load_v(slot, caches.v(position));
       const bool edge = first_key < max(seen_by_all, own_key) || first_key + kTileKeys > seen_to;
       warp.score(scores, first_key, own_key, edge);
-      if (edge) warp.rows.clear_v(slot, window.keys - first_key);
+      if (edge) rows.clear_v(slot, window.keys - first_key);
       warp.weigh();
-      warp.rows.add_values(slot, caches.v(position), window.keys - first_key);
-      if (kAhead > 0 && more) warp.rows.load_v(slot, caches.v(position));
+      rows.add_values(slot, caches.v(position), window.keys - first_key);
+      if (kAhead > 0 && more) rows.load_v(slot, caches.v(position));
     }
+  }
+}
+
+// The same where parts of tiles are on the way (streamed_rows.cuh).
+template <typename Rows>
+__device__ __forceinline__ void stream(Warp& warp, Rows& rows, const Caches& caches, Traits::Loader& loader,
+                                       const KeyWindow& window, Traits::Scores& scores, int sq) {
+  if (loader.count <= 0) return;
+  using KeysAndValues = typename Rows::KeysAndValues;
+  const auto at = [&](int j) -> KeysAndValues {
+    const KeyTilePosition position = loader.position(j);
+    return {caches.k(position), caches.v(position)};
+  };
+  const int seen_by_all = window.of_row(sq - 1).begin, seen_to = window.of_row(0).end;
+  KeysAndValues tile = at(0);
+  rows.start(tile);
+#pragma unroll 1
+  for (int j = 0; j < loader.count; j++) {
+    const bool more = j + 1 < loader.count;
+    const KeysAndValues next = more ? at(j + 1) : tile;
+    const int first_key = loader.first_key(j), own_key = loader.tile(j) * kTileKeys;
+    rows.multiply_keys(tile, next, more);
+    const bool edge = first_key < max(seen_by_all, own_key) || first_key + kTileKeys > seen_to;
+    warp.score(scores, first_key, own_key, edge);
+    warp.weigh();
+    rows.add_values(tile, next, more, edge, window.keys - first_key);
+    tile = next;
+  }
+}
+
+template <typename Rows>
+__device__ __forceinline__ void take_tiles(Warp& warp, Rows& rows, const Caches& caches, Traits::Loader& loader,
+                                           const KeyWindow& window, Traits::Scores& scores, int sq) {
+  if constexpr (Rows::kStreams) {
+    stream(warp, rows, caches, loader, window, scores, sq);
+  } else {
+    loop(warp, rows, caches, loader, window, scores, sq);
   }
 }
 
@@ -300,12 +350,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     const int count = div_up(max(min(span.count, (stop - segment.first) * WARPS) - first, 0), WARPS);
 
     Warp warp;
-    warp.begin(rows, q_g);
+    warp.begin(rows, q_g, smem);
     {
       Traits::Loader loader(params, block_table_g, segment.batch, span.first + first, WARPS, count);
       Traits::Scores scores(rows, window, alibi_slopes_g, lengths, Traits::Rows::row_of);
       const Caches caches(k_cache_g, v_cache_g, k_scales_g, v_scales_g, params, rows.kv_head);
-      loop(warp, caches, loader, window, scores, sq);
+      take_tiles(warp, warp.rows, caches, loader, window, scores, sq);
     }
     warp.finish();
 

@@ -53,7 +53,9 @@ struct TensorCoreRows {
   using Tile = CacheTile<Item>;
   using Format = CacheFormat<Item, Scalar>;
   static constexpr int kRows = kRows_, kRowTiles = kRows / 8;
-  static constexpr int kPassRows = kHeadDim <= 128 ? 8 : 4;  // that pass through shared memory at once
+  static constexpr int kPassRows = kHeadDim <= 128   ? 8
+                                   : kHeadDim <= 256 ? 4
+                                                     : 2;  // that pass through shared memory at once
   static constexpr int kPasses = kRows / kPassRows;
   static constexpr int kLaneRows = 2 * kRowTiles, kLaneKeys = 2;
   static constexpr int kRowLanes = 4;  // neighbouring lanes that have different rows
@@ -67,6 +69,8 @@ struct TensorCoreRows {
   static_assert(kHeadDim % 64 == 0, "eight lanes share a row of V in units of 8 columns");
   using KeyWords = RowWords<4, kRowWords / 4>;
   using ValueWords = RowWords<8, kRowWords / 8>;
+  static constexpr bool kStreams = false;
+  struct Queries {};  // in shared memory: none
 
   uint32 q[kRowTiles][kHeadDim / 8];
   KeyWords k[kSlots][2];       // rows g and g + 8
@@ -108,19 +112,12 @@ struct TensorCoreRows {
 #pragma unroll
         for (int x = 0; x < 4; x++) q[n][4 * i + x] = words[x];
       }
-#pragma unroll
-      for (int c = 0; c < kColumnTiles; c++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) acc[n][c][e] = 0.f;
-      }
-#pragma unroll
-      for (int e = 0; e < 4; e++) value_bias[n][e] = 0.f;
+      clear_sums(n);
     }
     if constexpr (kScaled) {
       operand = kept_in_register(Format::kOperand);
       if constexpr (Format::kBias != 0) sum_bias();
-      unit = kUnits ? kLeastUnit : 1.f;
-      per_unit = kUnits ? kMostUnit : 1.f;
+      begin_units();
     }
   }
 
@@ -256,7 +253,22 @@ struct TensorCoreRows {
     }
   }
 
- private:
+ protected:
+  __device__ __forceinline__ void clear_sums(int n) {
+#pragma unroll
+    for (int c = 0; c < kColumnTiles; c++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[n][c][e] = 0.f;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) value_bias[n][e] = 0.f;
+  }
+
+  __device__ __forceinline__ void begin_units() {
+    unit = kUnits ? kLeastUnit : 1.f;
+    per_unit = kUnits ? kMostUnit : 1.f;
+  }
+
   static constexpr float kLeastUnit = __builtin_bit_cast(float, 0x00800000u);  // 2^-126
   static constexpr float kMostUnit = __builtin_bit_cast(float, 0x7e800000u);   // 2^126 = 1 / kLeastUnit
 

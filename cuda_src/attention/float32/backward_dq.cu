@@ -19,7 +19,9 @@
 #include "score_gradient.cuh"
 
 struct Traits : BackwardTraits {
-  using KPanels = RowPanels<Scalar, kTileK, kPaddedDim, kVec>;
+  // A step of 4 keys above head dim 256: whole passes are 128 columns.
+  static constexpr int kColumns = kPaddedDim > 256 ? round_up(kPaddedDim, 128) : kPaddedDim;
+  using KPanels = RowPanels<Scalar, kTileK, kColumns, kVec>;
 };
 
 struct Smem {
@@ -102,7 +104,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   };
 
   // Phase 2: one tile of keys after the other.
-  Product<Traits::kTileQ, Traits::kPaddedDim> dq;
+  Product<Traits::kTileQ, Traits::kColumns> dq;
   dq.clear();
   Buffers buffers(smem.buffers);
   const uint32 ds_s = shared_address(smem.ds);

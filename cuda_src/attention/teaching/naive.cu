@@ -13,7 +13,7 @@
 // Tiles     one query row by a segment of THREADS keys. Each thread owns one score of a segment, and the output columns
 //           threadIdx.x, threadIdx.x + THREADS, ...
 // Grid      B * H * Sq CTAs (cooperative thread arrays, or blocks) of THREADS threads, a power of two.
-// Budget    shared memory: HEAD_DIM + THREADS floats; 64 registers.
+// Budget    shared memory: HEAD_DIM + THREADS floats; 64 registers, or 66 above head dim 256.
 // Barriers  after q is written; around each write of p_s, which all threads read; the reductions have their own.
 // Edges     the last segment is cut by a predicate; a row without keys has out = 0 and lse = -inf; lse_g may be null.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(SHARED_BYTES)

@@ -18,7 +18,7 @@
 //           each thread owns one score of a segment, and the columns threadIdx.x, threadIdx.x + THREADS, ... of the
 //           sums.
 // Grid      B * H * Sq CTAs of the first kind, then B * G * Sk of the second, of THREADS threads.
-// Budget    shared memory: HEAD_DIM + HEAD_DIM_V + 2 THREADS floats; 64 to 66 registers.
+// Budget    shared memory: HEAD_DIM + HEAD_DIM_V + 2 THREADS floats; 64 to 66 registers, 128 at head dim 512.
 // Barriers  after the CTA's own rows are written; around each write of a segment's p and ds, which all threads read.
 // Edges     the last segment is cut by a predicate. A query without keys, or a key without queries, has zeros. p is at
 //           most 1: where lse is so large that its digits end before the point, exp(s - lse) could overflow. dlse_g

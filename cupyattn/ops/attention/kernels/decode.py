@@ -77,7 +77,8 @@ class DecodeConfig:
         What the compiler keeps registers for, and what the grid is chosen by.
     tiles_ahead : int
         Tiles of 16 keys that a warp loads ahead on tensor cores; 0 loads them as they are used.
-        Without tensor cores it is one, where the registers do (FloatRows).
+        Above head dim 256 parts of tiles, of 128 bytes a row (StreamedRows). Without tensor cores
+        it is one, where the registers do (FloatRows).
     """
 
     rows: int
@@ -86,6 +87,10 @@ class DecodeConfig:
     tiles_ahead: int = 1
     gates: Gates = Gates()
 
+
+# Above head dim 448 the accumulator takes half of the registers, and what lives outside of the loop
+# over tiles is spilled.
+_FEW_SPILLS, _SPILLS = Gates(spills=32, most_spills=64), Gates(spills=128, most_spills=192)
 
 # By the head dim and the most rows; others of 16 bits run as float32 does. Chosen by what
 # registers hold; of D 128 and 8 rows others were timed on an H200 as compute_75 code (2026-11-22):
@@ -105,6 +110,10 @@ TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
             None: DecodeConfig(16, 2, "4 tokens of a group of 4 in one pass"),
         },
         256: {None: DecodeConfig(8, 2, "64 registers of K or V on the way, 96 of q and out", 0)},
+        320: {None: DecodeConfig(8, 2, "5 parts in 80 registers, 80 of out", 5)},
+        384: {None: DecodeConfig(8, 2, "4 parts in 64 registers, 96 of out", 4)},
+        448: {None: DecodeConfig(8, 2, "2 parts in 32 registers, 112 of out", 2, _FEW_SPILLS)},
+        512: {None: DecodeConfig(8, 2, "2 parts in 32 registers, 128 of out", 2, _SPILLS)},
     }
 }
 
@@ -126,6 +135,8 @@ INTEGER_TENSOR_CORES: Mapping[
                 None: DecodeConfig(16, 2, "as of 8 rows"),
             },
             256: {None: DecodeConfig(8, 2, "64 registers of K and V on the way")},
+            384: {None: DecodeConfig(8, 2, "3 parts in 48 registers, 96 of out", 3)},
+            512: {None: DecodeConfig(8, 2, "2 parts in 32 registers, 128 of out", 2, _SPILLS)},
         },
         "uint8": {
             64: {
@@ -137,6 +148,7 @@ INTEGER_TENSOR_CORES: Mapping[
                 None: DecodeConfig(16, 2, "a quarter of float16's bytes: two tiles", 2),
             },
             256: {None: DecodeConfig(8, 2, "two tiles ahead would spill with options")},
+            512: {None: DecodeConfig(8, 2, "2 parts in 32 registers, 128 of out", 2, _SPILLS)},
         },
     }
 }
@@ -150,7 +162,8 @@ LANES: Mapping[int, Mapping[int | None, Mapping[int | None, DecodeConfig]]] = {
                 8, 2, "twice the rows for what is read of K and V", gates=Gates(spills=16)
             ),
         },
-        None: {None: DecodeConfig(4, 2, "8 items of 8 rows, of q and out, would spill")},
+        8: {None: DecodeConfig(4, 2, "8 items of 8 rows, of q and out, would spill")},
+        None: {None: DecodeConfig(4, 2, "16 items of 4 rows, of q and out", gates=_SPILLS)},
     }
 }
 
@@ -236,13 +249,16 @@ def forward(
     launch: DecodeLaunch, options: FlashOptions, loader: str = "BlockFeed"
 ) -> Specialisation:
     """Specialise the kernel that loops over the keys; `loader` is one of `LOADERS`."""
-    tensor_core_rows = 8 if launch.head_dim <= 128 else 4
+    tensor_core_rows = 8 if launch.head_dim <= 128 else 4 if launch.head_dim <= 256 else 2
     float_rows = launch.config.rows if launch.head_dim <= 256 else launch.config.rows // 2
     pass_rows = tensor_core_rows if launch.tensor_cores else float_rows
+    streams = launch.tensor_cores and launch.head_dim > 256
+    query_bytes = launch.config.rows * launch.head_dim * STORAGE[launch.dtype] if streams else 0
     row_bytes = (round_up(launch.head_dim, 4) + 4) * FLOAT_BYTES
     return FORWARD.specialise(
         threads=WARPS * WARP_SIZE,
-        static_shared_bytes=round_up(WARPS * pass_rows * (row_bytes + 2 * FLOAT_BYTES), 16),
+        static_shared_bytes=query_bytes
+        + round_up(WARPS * pass_rows * (row_bytes + 2 * FLOAT_BYTES), 16),
         gates=launch.config.gates,
         reason=launch.config.reason,
         DTYPE=launch.dtype,
@@ -269,7 +285,7 @@ def combine(launch: DecodeLaunch, sinks: str, parts: int) -> Specialisation:
     return COMBINE.specialise(
         threads=warps * WARP_SIZE,
         static_shared_bytes=round_up(warps * (launch.head_dim + 2) * FLOAT_BYTES, 8),
-        gates=Gates(registers=72),
+        gates=Gates(registers=72 if launch.head_dim <= 256 else 80),
         DTYPE=launch.dtype,
         HEAD_DIM=launch.head_dim,
         SINKS=sinks,
@@ -298,7 +314,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
             arch, dtype, head_dim, rows, INTEGER_ITEMS if whole else 8 // INTEGER_BITS[cache], cache
         )
         for dtype, cache, head_dim, rows, whole in pairs(
-            STORAGE, INTEGER_BITS, (32, 80, 128, 256), (4, 8), (True, False)
+            STORAGE, INTEGER_BITS, (32, 80, 128, 256, 512), (4, 8), (True, False)
         )
     ]
     launches += [
@@ -311,7 +327,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
             tensor_cores=False,
         )
         for dtype, head_dim, rows, whole in pairs(
-            STORAGE, (32, 80, 128, 256), (4, 8), (True, False)
+            STORAGE, (32, 80, 128, 256, 512), (4, 8), (True, False)
         )
     ]
     for launch in dict.fromkeys(launches):

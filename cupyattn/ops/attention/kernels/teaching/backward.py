@@ -32,7 +32,7 @@ def naive(dtype: str, head_dim: int, head_dim_v: int) -> Specialisation:
     return NAIVE_KERNEL.specialise(
         threads=THREADS,
         static_shared_bytes=FLOAT_BYTES * (head_dim + head_dim_v + 2 * THREADS),
-        gates=Gates(registers=96),
+        gates=Gates(registers=96 if max(head_dim, head_dim_v) <= 256 else 128),
         DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,

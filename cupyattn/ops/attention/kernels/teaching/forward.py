@@ -9,7 +9,7 @@ from functools import cache
 
 from cupyattn.ops.attention.structs import TEACHING_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
-from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.runtime.spec import Gates, KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import FLOAT_BYTES, MAX_HEAD_DIM, round_up, row_of, rows_for
 
@@ -70,6 +70,7 @@ def naive(dtype: str, head_dim: int, head_dim_v: int) -> Specialisation:
     return NAIVE_KERNEL.specialise(
         threads=NAIVE.threads,
         static_shared_bytes=FLOAT_BYTES * (head_dim + NAIVE.threads),
+        gates=Gates(registers=64 if max(head_dim, head_dim_v) <= 256 else 72),
         reason=NAIVE.reason,
         DTYPE=dtype,
         HEAD_DIM=head_dim,
