@@ -30,8 +30,9 @@ from cupyattn.turing.power import UNCERTAINTY
 TUNED = (
     *("attention_forward", "attention_forward_paged", "attention_forward_varlen"),
     "attention_forward_int8",
-    *("attention_backward_dkdv", "attention_backward_dkdv_paired", "attention_backward_dq"),
-    *("attention_backward_summed_dbias", "linear_forward", "linear_product"),
+    *("attention_backward_dkdv", "attention_backward_dkdv_paired", "attention_backward_dkdv_wide"),
+    *("attention_backward_dq", "attention_backward_dq_wide", "attention_backward_summed_dbias"),
+    *("linear_forward", "linear_product"),
     *("linear_forward_quantised", "linear_product_quantised", "linear_forward_int8"),
     *("matmul", "matmul_s8"),
 )

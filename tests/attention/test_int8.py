@@ -16,7 +16,7 @@ from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn
 from cupyattn import QuantizedKeys, autodiff, reference
-from cupyattn.ops.attention.kernels.int8 import INT8
+from cupyattn.ops.attention.kernels.int8 import INT8, INT8_HALF_SUMS, int8_row
 from cupyattn.ops.attention.reference.quantised import (
     int8_attention_estimate,
     key_centres,
@@ -27,7 +27,7 @@ from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-LEAST_TILE = min(row.tile_k for row in INT8.values())
+LEAST_TILE = min(row.tile_k for rows in (INT8, INT8_HALF_SUMS) for row in rows.values())
 # Whole chunks, tails of chunks, D != Dv, each configuration.
 HEAD_DIMS = wider([(64, 64), (24, 40)], [(128, 128), (18, 5), (96, 80), (192, 136), (256, 256)])
 
@@ -58,15 +58,19 @@ def exact_and_bounds(
 ) -> tuple[Any, Any]:
     """Return exact attention of the quantised q and k, and the bounds of a float16 kernel."""
     options = {"softmax_scale": q.shape[-1] ** -0.5, **options}
+    half_sums = 0
+    if options.pop("accumulator", "float32") == "float16":
+        half_sums = int8_row(q.shape[-1], v.shape[-1], accumulator="float16").tile_k
     pieces: tuple[Any, ...] = (keys.codes, keys.scales, keys.centre)
     operands = (*quantised_operands(q, *pieces), v)
-    bounds = reference.attention_bound(*operands, dtype="float16", tile_k=LEAST_TILE, **options)
+    how: dict[str, Any] = {"dtype": "float16", "tile_k": LEAST_TILE, "half_sums": half_sums}
+    bounds = reference.attention_bound(*operands, **how, **options)
     return reference.attention(*operands, **options), bounds
 
 
-def check(problem: AttentionCase) -> None:
+def check(problem: AttentionCase, **more: str) -> None:
     q, k, v = problem.arrays()
-    keys, options = quantised(k), problem.keywords()
+    keys, options = quantised(k), {**problem.keywords(), **more}
     exact, bounds = exact_and_bounds(q, keys, v, options)
     found = run(q, keys, v, options)
     ratios = [reference.error_ratio(*each) for each in zip(found, exact, bounds, strict=True)]
@@ -84,6 +88,19 @@ def test_within_bounds_of_exact_attention_of_quantised_arrays(data: st.DataObjec
         **FRUGAL,
     )
     check(data.draw(problems))
+
+
+@examples(3, deep=24)
+@given(data=st.data())
+def test_float16_accumulators_within_bounds(data: st.DataObject):
+    problems = attention_problems(
+        head_dims=HEAD_DIMS,
+        dtypes=("float16",),
+        options=RUN_TIME_OPTIONS,
+        largest=LONGEST,
+        **FRUGAL,
+    )
+    check(data.draw(problems), accumulator="float16")
 
 
 # Options of the scores see products with the centre's part, sinks and lse the whole score.

@@ -107,8 +107,9 @@ def test_a_specialisation_has_the_loosest_limits_of_its_groups():
 SAME_LOOP = (
     *("forward_rotary", "forward_rotary_varlen", "forward_split", "forward_split_f32"),
     *("forward_varlen_f32", "backward_dkdv_varlen", "backward_dkdv_paired_varlen"),
-    *("backward_dq_varlen", "backward_summed_dbias_varlen", "backward_f32_dkdv_varlen"),
-    *("backward_f32_dq_varlen", "forward_int8_varlen"),
+    *("backward_dkdv_wide_varlen", "backward_dq_varlen", "backward_dq_wide_varlen"),
+    *("backward_summed_dbias_varlen", "backward_f32_dkdv_varlen", "backward_f32_dq_varlen"),
+    "forward_int8_varlen",
 )
 """Kernels of attention whose main loop is that of a tuned kernel."""
 

@@ -170,6 +170,9 @@ def _passes() -> Iterator[CountedCall]:
         ("attention_rotary", 2 * row_bytes),
     ):
         yield CountedCall(kernel.replace("_", " "), least, _attention, kernel)
+    codes = row_bytes + items + rows * _FLOAT_BYTES
+    yield CountedCall("quantize_keys", codes, _keys, "quantize_keys")
+    yield CountedCall("quantize_keys, rotated, with q", codes + 2 * row_bytes, _rotated_keys)
     case = WeightProduct("backward", 256, 512, 64, "float32", "nk", None)
     least = (case.M + 1) * case.N * _FLOAT_BYTES
     yield CountedCall("linear db f32", least, _product(case), "linear_db_f32")
@@ -188,6 +191,17 @@ def _attention() -> Call:
         cupyattn.attention_backward(dout, q, k, v, out, lse)
 
     return call
+
+
+def _keys() -> Call:
+    k = HERE.arrays().normal(*_SHAPE, dtype="float16")
+    return partial(cupyattn.quantize_keys, k)
+
+
+def _rotated_keys() -> Call:
+    k, q = (HERE.arrays().normal(*_SHAPE, dtype="float16") for _ in range(2))
+    given = {"rotary": cupyattn.rope_tables(_SHAPE[1], _SHAPE[3]), "q": q}
+    return partial(cupyattn.quantize_keys, k, centre=np.zeros(_SHAPE[2:], np.float32), **given)
 
 
 def _biased_softmax() -> Call:
@@ -231,6 +245,8 @@ MORE_GATES = {
     "attention backward delta": (1.031, 6.6, 1.0),
     "attention backward convert": (1.005, 15.7, 1.0),
     "attention rotary": (1.5, 11.2, 1.0),
+    "quantize_keys": (1.671, 8.0, 1.0),
+    "quantize_keys, rotated, with q": (2.996, 4.9, 1.0),
     "linear db f32": (1.121, 30.6, 1.0),
     "softmax dbias": (1.046, 11.1, 1.0),
     "copy_blocks, float": (1.062, 5.5, 1.0),

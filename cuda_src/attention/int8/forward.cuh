@@ -15,6 +15,7 @@
 #include "../modifiers.cuh"
 #include "../tensor_core/epilogue.cuh"
 #include "../tensor_core/key_loader.cuh"
+#include "../tensor_core/output_sums.cuh"
 #include "../tensor_core/products.cuh"
 #include "../tensor_core/resident_rows.cuh"
 #include "../tensor_core/score_items.cuh"
@@ -59,8 +60,9 @@ struct Traits {
   using KTileLoader = TileLoader<KTile, kHeadDim / 2, kCodesVec, kThreads, Tile>;
   // Where rows are shared by twice as many lanes, tiles that are no multiple of 16 rows have no idle pass.
   static constexpr int kVLanes = kTileK % 16 != 0 && kOutTiles == 16 ? 16 : 0;
-  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile, kVLanes>;
-  using Softmax = ::Softmax<kMTiles, kOutTiles, Scalar>;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile, 0, kVLanes>;
+  using OutputSums = ::OutputSums<ACCUMULATOR, kTileK>;
+  using Softmax = ::Softmax<kMTiles, kOutTiles, Scalar, OutputSums::Range<Scalar>>;
 
   static constexpr bool kSinks = kGiven<SINKS>;
   static constexpr bool kDropout = false;
@@ -195,14 +197,6 @@ __device__ __forceinline__ void add_sums(int (&sums)[Traits::kMTiles][4], const 
   if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_sums<kGroup + 1>(sums, warp, cta, rows_s);
 }
 
-// O += P V for 8 keys.
-template <int kGroup = 0>
-__device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
-                                           uint32 v_s) {
-  add_product_nn<kGroup, Traits::Scalar>(warp.softmax.acc, p, v_s, cta.v_fragment);
-  if constexpr (kGroup + 1 < chunk_groups(Traits::kOutTiles)) add_output<kGroup + 1>(warp, cta, p, v_s);
-}
-
 // The scales of a thread's keys.
 using KeyScales = float[Traits::kKeyTiles][2];
 
@@ -273,7 +267,7 @@ __device__ __forceinline__ void exponentiate_sums(Traits::Tile::Packed& p, float
     y = ex2_approx(__fmaf_rn(y, scale_log2[i][half], -warp.softmax.m[i][half]));
     sum[i][half] += x;
     sum[i][half] += y;
-    p[n][i][half] = pack_shifted(x, y);
+    p[n][i][half] = Traits::Softmax::Range::pack(x, y);
   });
 }
 
@@ -441,10 +435,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
     Traits::Tile::Packed p;
     softmax_tile<kMasked>(p, sums, warp, items, cta, first_key, whole, scales);
     fetch_v();
-#pragma unroll
-    for (int n = 0; n < Traits::kKeyTiles; n++) {
-      add_output(warp, cta, p[n], v_s + n * 8 * Traits::VTile::kRowBytes);
-    }
+    Traits::OutputSums::add<Traits::Scalar>(warp.softmax.acc, p, v_s, cta.v_fragment);
   } else {
     fetch_v();
   }

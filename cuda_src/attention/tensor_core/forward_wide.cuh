@@ -17,11 +17,12 @@
 //           when the next K and the probabilities are there, and the V of the tile before has been read.
 // Edges     as forward.cu; chunks beyond the columns are zeros, and not stored.
 //
-// Chosen by the model of sm_75 at head dim 512 (python -m cupyattn turing, T4, 2026-11-28). Pairs of warps with 16 rows,
-// each with half of the columns and the softmax of all 16, modelled 0.50: K and V are read from shared memory twice as
-// often. Four warps with 32 rows that all did the softmax of all of them 0.45: the parts of the scores are read four
-// times. This scheme with P V of the same tile after the softmax 0.51, and with all loads and stores of a tile at once
-// 0.48. A CTA with half of the output's columns would compute the scores twice: 0.67 at the most.
+// Chosen by a model of sm_75 at head dim 512 (python -m cupyattn turing, T4, 2026-11-28, with 330 cycles for a global
+// load), where this loop has 0.54 of the tensor cores. Pairs of warps with 16 rows, each with half of the columns and the
+// softmax of all 16, have 0.50: K and V are read from shared memory twice as often. Four warps with 32 rows that all do
+// the softmax of all of them have 0.45: the parts of the scores are read four times. This scheme with P V of the same
+// tile after the softmax has 0.51, and with all loads and stores of a tile at once 0.48. A CTA with half of the output's
+// columns would compute the scores twice: 0.67 at the most.
 #pragma once
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || \

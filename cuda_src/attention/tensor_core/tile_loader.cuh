@@ -49,8 +49,17 @@ struct RowsInOrder {
   __device__ __forceinline__ static int item_of_row(int row) { return row; }
 };
 
+// Which of a thread's chunks of a tile are moved at a time: all, or a part of them between other work.
+struct TilePart {
+  int part = 0, parts = 1;
+
+  __device__ __forceinline__ bool has(int chunk, int chunks) const { return chunk * parts / chunks == part; }
+};
+
+// The threads are kThreads from number kFirstThread of the CTA on.
 // kLanes: so many lanes have the chunks of a row; 0 for the number that the swizzle suggests.
-template <typename Tile_, int kCols, int kVec, int kThreads, typename Order = RowsInOrder, int kLanes = 0>
+template <typename Tile_, int kCols, int kVec, int kThreads, typename Order = RowsInOrder, int kFirstThread = 0,
+          int kLanes = 0>
 struct TileLoader {
   using Tile = Tile_;
   static_assert(kVec == 1 || (kVec == kChunkItems && kCols % kChunkItems == 0), "single items or whole chunks");

@@ -215,6 +215,14 @@ def attention(
         options are causal, softmax_scale, return_lse and out. "int8" quantises k first
         (`quantize_keys`), and with QuantizedKeys it is the default: scores are products of int8
         rows on tensor cores (see Notes). On NumPy arrays the others make no difference.
+    accumulator : {"float32", "float16"}
+        The type of the sums of weights times v on the tensor cores of compute capability 7.5, for
+        float16 arrays. "float16" sums a tile of 16 to 64 keys in float16, and the tiles in float32.
+        It is for GeForce RTX 20xx GPUs, which add such products twice as fast; a T4 does not gain.
+        Absolute values of v in use are at most 250. On a GPU larger ones may give infinities or
+        NaN; on NumPy arrays, and where values are checked (`backend`), they are an error. Weights
+        below 2**-16 of a query's largest may be lost (see Notes). Calls that "flash" decodes
+        accumulate in float32, and so do NumPy arrays. Other GPUs and dtypes are an error.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.

@@ -246,7 +246,10 @@ def attention_varlen(
     )
     operands, problem, seed = attention_call(
         arrays,
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
+        (
+            *(causal, softmax_scale, window_size, softcap, dropout_p, seed is not None),
+            *(implementation, accumulator),
+        ),
         *(q_offset, seed, rotary, score_mod, mask_mod, max_seqlen_q, max_seqlen_k),
     )
     device = device_of(operands)

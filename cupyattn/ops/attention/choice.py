@@ -141,10 +141,11 @@ def choose_forward(
         why = reason, how_decoded.format(dtype=problem.dtype.name)
         return ForwardChoice("decode", why, inner, laid, rotated)
     dtype = problem.dtype.name
-    kernels = kernels_of(dtype, traits)
-    reasons = [_ARITHMETIC[kernels].format(dtype=dtype)]
+    dims = problem.head_dim, problem.head_dim_v
+    kernels = kernels_of(dtype, dims, traits)
+    reasons = [arithmetic(kernels, dtype, dims, traits)]
     if problem.options.accumulator == "float16":
-        require_half_sum_kernels(kernels, traits)
+        require_half_sum_kernels(kernels, dims, traits)
         reasons.append(HALF_SUMS)
     inner, rotated = problem, ()
     if rotary and kernels == "tensor_core" and _rotates_queries(problem, traits):
@@ -165,6 +166,31 @@ def choose_forward(
     return ForwardChoice(kernels, tuple(reasons), inner, laid, *how)
 
 
+TENSOR_CORE_HEAD_DIMS: Mapping[str, int] = {
+    "native": 512,
+    "native_paged": 512,
+    "tensor_core": 512,
+    "tensor_core_paged": 512,
+    "backward": 512,
+    "half_sums": 256,
+}
+"""The largest D and Dv of each family of kernels on tensor cores; others take float32 arithmetic.
+
+Decode kernels have a table of head dims (`kernels.decode.TENSOR_CORES`).
+"""
+
+
+def takes_head_dims(family: str, head_dim: int, head_dim_v: int) -> bool:
+    """Tell whether a family of kernels on tensor cores has kernels for these head dims.
+
+    Examples
+    --------
+    >>> takes_head_dims("tensor_core", 128, 64)
+    True
+    """
+    return max(head_dim, head_dim_v) <= TENSOR_CORE_HEAD_DIMS[family]
+
+
 def _choose_int8(
     problem: AttentionProblem, outputs: Outputs, traits: DeviceTraits
 ) -> ForwardChoice:
@@ -172,12 +198,13 @@ def _choose_int8(
     _require_int8_kernel(problem, traits)
     laid = with_results(problem, outputs)
     options = flash_options(problem, 2)
-    row = int8.int8_row(problem.head_dim, problem.head_dim_v, options)
+    row = int8.int8_row(problem.head_dim, problem.head_dim_v, options, problem.options.accumulator)
     require_near_rows(problem, ("k", "v"), row.tile_k)
     vec = whole_vectors(vector_items("float16"), problem, laid, ("q", "v", "out"))
     together = interleaving(problem, traits)
     how: tuple[Any, ...] = ((), together, row, options, vec)
-    return ForwardChoice("int8", _INT8_REASONS, problem, laid, *how)
+    sums = (HALF_SUMS,) if problem.options.accumulator == "float16" else ()
+    return ForwardChoice("int8", (*_INT8_REASONS, *sums), problem, laid, *how)
 
 
 _INT8_REASONS = (
@@ -202,11 +229,6 @@ def _require_int8_kernel(problem: AttentionProblem, traits: DeviceTraits) -> Non
             raise error(NotImplementedError, passed, reason, f"pass k as it was, or {_CPU}")
 
 
-ARITHMETIC = {
-    True: "{dtype} runs on tensor cores",
-    False: "{dtype} runs in float32 arithmetic on this GPU",
-}
-"""The reason for the kernels of a dtype, by whether the GPU has tensor cores for it."""
 HALF_SUMS = "sums of a tile of keys are float16: accumulator='float16' was passed"
 """The reason for kernels with float16 accumulators."""
 _ARITHMETIC = {
@@ -216,16 +238,33 @@ _ARITHMETIC = {
 }
 
 
-def kernels_of(dtype: str, traits: DeviceTraits) -> str:
-    """Name the kernels that run the forward of a dtype."""
-    if traits.native and dtype in native.DTYPES:
+def arithmetic(kernels: str, dtype: str, dims: tuple[int, int], traits: DeviceTraits) -> str:
+    """Return the reason for the kernels of a dtype and of head dims, by their name.
+
+    `kernels` is "native", "tensor_core" or "float32".
+    """
+    if kernels == "float32" and traits.multiplies(dtype):
+        return f"{dtype} of head dim {max(dims)} runs in float32 arithmetic"
+    return _ARITHMETIC[kernels].format(dtype=dtype)
+
+
+def kernels_of(dtype: str, dims: tuple[int, int], traits: DeviceTraits) -> str:
+    """Name the kernels that run the forward of a dtype and of head dims."""
+    if traits.native and dtype in native.DTYPES and takes_head_dims("native", *dims):
         return "native"
     on_tensor_cores = traits.has_mma(dtype) and takes_head_dims("tensor_core", *dims)
     return "tensor_core" if on_tensor_cores else "float32"
 
 
-def require_half_sum_kernels(kernels: str, traits: DeviceTraits) -> None:
+def require_half_sum_kernels(kernels: str, dims: tuple[int, int], traits: DeviceTraits) -> None:
     """Raise NotImplementedError unless the forward's kernels have float16 accumulators."""
+    if kernels == "tensor_core" and not takes_head_dims("half_sums", *dims):
+        raise error(
+            NotImplementedError,
+            f"accumulator='float16' with a head dim of {max(dims)}",
+            f"its kernels take head dims up to {TENSOR_CORE_HEAD_DIMS['half_sums']}",
+            "leave it out",
+        )
     if kernels != "tensor_core":
         has = {
             "native": "kernels for 8.0 and later accumulate in float32, in which data centre GPUs "
@@ -343,7 +382,7 @@ def _decodes_faster(problem: AttentionProblem, traits: DeviceTraits) -> bool:
         return False
     filled = min(1.0, problem.batch * problem.heads / (traits.multiprocessors * _FLASH_CTAS_PER_SM))
     dims = problem.head_dim, problem.head_dim_v
-    on_tensor_cores = _kernels_of(problem.dtype.name, dims, traits) != "float32"
+    on_tensor_cores = kernels_of(problem.dtype.name, dims, traits) != "float32"
     passes = _PASSES_OF_A_LOOP if on_tensor_cores else _PASSES_OF_A_FLOAT_LOOP
     group = problem.heads // problem.kv_heads
     return row_tiles_of(problem, launch) * filled <= max(1.0, passes * group)

@@ -202,7 +202,8 @@ def _int8_steps(
     problem = choice.problem
     spec = int8.VARLEN if problem.packed else int8.KERNEL
     dims = problem.head_dim, problem.head_dim_v
-    kernel = int8.flash(*dims, choice.vec, choice.options, spec)
+    row: Any = choice.configuration
+    kernel = int8.flash(*dims, choice.vec, choice.options, spec, row)
     return _whole_steps(choice, planner, kernel, quantized_keys_params(problem))
 
 

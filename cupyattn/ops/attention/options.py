@@ -31,6 +31,13 @@ INT8_OPTIONS = ALL_OPTIONS - {"dropout_p"} - ROTARY
 """The kernel over int8 keys has these options, but no block mask."""
 
 IMPLEMENTATIONS = ("flash", "tiled", "naive", "int8")
+ACCUMULATORS = ("float32", "float16")
+MAX_HALF_SUM_VALUE = 250.0
+"""The largest |v| whose float16 sums fit: cuda_src/attention/tensor_core/output_sums.cuh.
+
+The weights of a row in a tile of keys add up to at most 256 there. 256 * 250 is 64,000, to which
+the roundings of 32 sums add at most 1.6 %: below 65,520, where a float16 becomes infinite.
+"""
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32
 MAX_SOFTCAP = 10_000.0  # where a kernel errs by 1e-3 in a score
 MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits

@@ -17,12 +17,13 @@ from cupyattn.ops.attention.checks import (
     require_heads_options,
 )
 from cupyattn.ops.attention.choice import (
-    ARITHMETIC,
     HALF_SUMS,
     MAX_QUERIES,
+    arithmetic,
     interleaving,
     kernels_of,
     require_half_sum_kernels,
+    takes_head_dims,
 )
 from cupyattn.ops.attention.decode import (
     DECODE_ARITHMETIC,
@@ -336,9 +337,10 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     laid = with_results(problem, outputs)
     dtype = problem.dtype.name
     if not decoded:
-        traits.choices.because(reason, ARITHMETIC[traits.multiplies(dtype)].format(dtype=dtype))
+        traits.choices.because(reason, _arithmetic_of_prompts(problem, traits))
         if problem.options.accumulator == "float16":
-            require_half_sum_kernels(kernels_of(dtype, traits), traits)
+            dims = problem.head_dim, problem.head_dim
+            require_half_sum_kernels(kernels_of(dtype, dims, traits), dims, traits)
             traits.choices.because(HALF_SUMS)
         plan = planner.plan(_prefill_step(problem, laid, planner, traits))
         return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))

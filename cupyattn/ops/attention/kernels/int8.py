@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from cupyattn.ops.attention.kernels import parameters
@@ -29,6 +29,8 @@ class Int8Config:
     ctas_per_sm: int
     reason: str
     gates: Gates = Gates()
+    accumulator: str = "float32"
+    """Type of the sums of P V within a tile of keys."""
 
     @property
     def tile_q(self) -> int:
@@ -76,8 +78,20 @@ _GATES = {
     192: Gates(0.60),
     256: Gates(0.67, 32),
 }
+_TURING_HALF_SUMS = {
+    64: Int8Config(2, 4, 64, 2, ""),
+    96: Int8Config(2, 4, 32, 2, ""),
+    128: Int8Config(2, 4, 16, 2, ""),
+    192: Int8Config(1, 8, 48, 1, ""),
+    256: Int8Config(1, 8, 32, 1, ""),
+}
+_HALF_SUMS_GATES: dict[int, Gates] = {}
 _ITEMS_GATES = {64: Gates(0.42, 64)}
 INT8 = with_gates(_TURING, _GATES)
+INT8_HALF_SUMS = {
+    limit: replace(row, accumulator="float16")
+    for limit, row in with_gates(_TURING_HALF_SUMS, _HALF_SUMS_GATES).items()
+}
 _WITH_ITEMS = with_gates(_TURING_WITH_ITEMS, _ITEMS_GATES)
 
 KERNEL = KernelSpec("attention_forward_int8", "attention/int8/forward.cu", parameters.INT8)
@@ -87,11 +101,17 @@ VARLEN = KernelSpec(
 KERNELS = (KERNEL, VARLEN)
 
 
-def int8_row(head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) -> Int8Config:
+def int8_row(
+    head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN, accumulator: str = "float32"
+) -> Int8Config:
     """Return the configuration for these head dims and options."""
-    limit = limit_of(INT8, head_dim, head_dim_v)
-    usual = INT8[limit]
-    return _WITH_ITEMS.get(limit, usual) if options.adds_items else usual
+    half_sums = accumulator == "float16"
+    rows = INT8_HALF_SUMS if half_sums else INT8
+    limit = limit_of(rows, head_dim, head_dim_v)
+    if options.adds_items and limit in _WITH_ITEMS:
+        row = _WITH_ITEMS[limit]
+        return replace(row, accumulator="float16", gates=Gates()) if half_sums else row
+    return rows[limit]
 
 
 @cache
@@ -121,6 +141,7 @@ def flash(
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=8,
+        ACCUMULATOR=row.accumulator,
         **option_macros(options, _OPTION_MACROS),
     )
 

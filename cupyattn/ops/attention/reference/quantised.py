@@ -325,9 +325,7 @@ def _centres_of_keys(
         return centre
     if cu_seqlens is None or k.ndim == 4:
         return centre[:, None]
-    begins = np.clip(cu_seqlens[:-1], 0, len(k))
-    of_rows = np.searchsorted(begins, np.arange(len(k)), side="right") - 1
-    return centre[np.maximum(of_rows, 0)]
+    return centre[_sequences(len(k), cu_seqlens)]
 
 
 def quantised_operands(

@@ -132,15 +132,15 @@ _TURING_DQ = {
     512: FloatConfig(32, 64, 8, 2, "as of half the columns: dQ takes 128 registers"),
 }
 _DKDV_GATES = {
-    64: Gates(0.67, most_spills=208),
-    128: Gates(0.98, 176, scalar=0.97, options=0.67, kernels=0.94, most_spills=224),
-    256: Gates(0.48, 64, scalar=0.44, most_spills=96),
+    64: Gates(0.56, most_spills=208, kernels=0.55),
+    128: Gates(0.93, 176, scalar=0.93, options=0.67, kernels=0.94, most_spills=224),
+    256: Gates(0.39, 64, scalar=0.34, most_spills=96),
     512: Gates(0.48, 80, most_spills=112),
 }
 _DQ_GATES = {
     64: Gates(0.99, most_spills=48),
     128: Gates(0.99, options=0.67, most_spills=128),
-    256: Gates(0.47),
+    256: Gates(0.4, kernels=0.39),
     512: Gates(0.44),
 }
 DKDV = {75: with_gates(_TURING_DKDV, _DKDV_GATES)}

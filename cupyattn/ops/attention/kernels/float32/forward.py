@@ -72,10 +72,10 @@ _TURING = {
     512: FloatFlashConfig(16, 2, 8, 1, "4 x 32 outputs a thread", thread_rows=4, panel_keys=8),
 }
 _GATES = {
-    64: Gates(0.99, items=0.97, options=0.95, most_spills=176),
-    128: Gates(0.99),
-    160: Gates(0.98, most_spills=32),
-    256: Gates(0.98),
+    64: Gates(0.99, items=0.9, options=0.89, most_spills=176, kernels=0.94),
+    128: Gates(0.99, scalar=0.94),
+    160: Gates(0.98, most_spills=32, scalar=0.95, kernels=0.9),
+    256: Gates(0.98, kernels=0.93),
     512: Gates(0.87),
 }
 FLASH = {75: with_gates(_TURING, _GATES)}

@@ -53,6 +53,8 @@ class FlashConfig:
     gates: Gates = Gates()
     accumulator: str = "float32"
     """Type of the sums of P V within a tile of keys."""
+    sharing: int = 1
+    """Warps that share rows, each with its own columns: 4 in forward_wide.cuh, elsewhere 1."""
 
     @property
     def tile_q(self) -> int:
@@ -98,7 +100,7 @@ _TURING = {
     192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.61 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.70 with 32 keys, where 36 bytes spill"),
     512: FlashConfig(
-        2, 8, 16, 1, "models 0.54, and 0.47 at 384; four warps share 32 rows", sharing=4
+        2, 8, 16, 1, "models 0.51, and 0.47 at 384; four warps share 32 rows", sharing=4
     ),
 }
 # From head dim 160 on shared memory binds, at 0.79, 0.80 and 0.80 of the tensor cores: these rows
@@ -159,7 +161,7 @@ _TURING_INTEGERS = {
     128: FlashConfig(2, 4, 16, 2, "models 0.74 and 0.68"),
     192: FlashConfig(1, 8, 32, 1, "models 0.65 and 0.63"),
     256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.57 and 0.61 with 32 keys"),
-    512: FlashConfig(2, 8, 16, 1, "models 0.43 and 0.42", sharing=4),
+    512: FlashConfig(2, 8, 16, 1, "models 0.39 and 0.41", sharing=4),
 }
 # Float16 accumulators for P V: on GeForce devices mma with them runs at twice the rate. "Gains" is
 # the speed against the row above it in the table of plain calls, by the same model of an RTX 2080
@@ -195,7 +197,7 @@ _GATES = {
     160: Gates(0.69, scalar=0.38, kernels=0.64, most_spills=64),
     192: Gates(0.73, scalar=0.54, kernels=0.68),
     256: Gates(0.67, 32, scalar=0.49, kernels=0.65, most_spills=64),
-    512: Gates(0.54, 64, scalar=0.47, items=0.49, options=0.49, kernels=0.48, most_spills=144),
+    512: Gates(0.51, 64, scalar=0.42, items=0.43, options=0.46, kernels=0.44, most_spills=144),
 }
 _WITH_GATES = {
     "dropout": {40: Gates(0.62, options=0.55), 80: Gates(0.75)},
@@ -215,7 +217,7 @@ _INTEGERS_GATES = {
     128: Gates(0.68, 64, kernels=0.61),
     192: Gates(0.63),
     256: Gates(0.65, 32),
-    512: Gates(0.42, 144),
+    512: Gates(0.39, 144),
 }
 # From sm_80 on Q K^T takes two steps of columns in one instruction; P V still takes one.
 # A tile of 16 keys takes an H200 a microsecond, and so does its memory: causal attention of 131,072
