@@ -40,6 +40,8 @@ KINDS = wider(
         ("float32", 128, 4, 64, False, 0, ""), ("float16", 80, 8, 40, True, 0, "qk"),
         ("bfloat16", 40, None, None, False, 0, "qk"), ("float16", 34, None, 15, False, 0, ""),
         ("float32", 24, 8, 8, True, 0, ""), ("float16", 256, 8, 64, False, 0, "qk"),
+        ("float16", 512, None, 256, False, 0, "qk"), ("bfloat16", 512, 8, 128, True, 1, "qk"),
+        ("float16", 264, 4, 60, False, 0, "k"), ("float32", 512, 4, 256, False, 0, ""),
     ),
 )  # fmt: skip
 

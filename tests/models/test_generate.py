@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.devices import kernels_only
 from support.search import deep, mostly_deep
-from support.tiny_models import TINY, ByteTokenizer
+from support.tiny_models import TINY, ByteTokenizer, tensors_of, write_folder
 
 import cupyattn
 from cupyattn import models
@@ -120,6 +120,21 @@ def test_kernels_choose_what_the_full_forward_does(name, side):
         wanted = [tokens for tokens, _ in found]
         for captured in (False, True):
             assert model.generate(prompts, max_new_tokens=3, captured=captured) == wanted
+
+
+@pytest.mark.nvrtc
+@kernels_only
+def test_a_folder_with_heads_of_512_items_generates(tmp_path, side):
+    """As global layers of Gemma 4 have them: a prompt, then a step for each token."""
+    config = tiny("llama", num_layers=1, num_heads=2, num_kv_heads=1, head_dim=512, rotary_dim=512)
+    weights = tensors_of(models.random(config, dtype="float32", xp=np, seed=3))
+    folder = write_folder(tmp_path / "model", config, weights)
+    (prompt,) = prompts_of("llama", (20,))
+    wanted, lead = alone(models.load(folder, dtype="float32", xp=np), prompt, 3)
+    assert lead > 0.05, "another seed: float16 may choose otherwise"
+    with side.running():
+        model = models.load(folder, dtype="float16", xp=side.xp)
+        assert model.generate([prompt], max_new_tokens=3) == [wanted]
 
 
 @pytest.mark.nvrtc

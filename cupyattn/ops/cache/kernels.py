@@ -259,7 +259,7 @@ def specialise_append(config: RopeConfig, launch: AppendLaunch) -> Specialisatio
     """Specialise the kernel that writes tokens."""
     return (APPEND_CENTRED if launch.centred else APPEND).specialise(
         threads=config.threads,
-        gates=Gates(registers=128 if launch.normed else 96),
+        gates=Gates(registers=(128 if launch.head_dim <= 256 else 144) if launch.normed else 96),
         reason=config.reason,
         DTYPE=launch.dtype,
         CACHE=_QUANTISED.get(launch.cache, launch.cache),
@@ -310,7 +310,16 @@ def _formats(dtype: str) -> tuple[str, ...]:
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield specialisations in which every two configurations, dtypes and formats meet."""
     flags = (True, False)
-    axes = STORAGE, range(4), flags, (64, 128, 256), ("void", *STORAGE), _INTEGERS, flags, flags
+    axes = (
+        STORAGE,
+        range(3),
+        flags,
+        (64, 128, 256, 512),
+        ("void", *STORAGE),
+        _INTEGERS,
+        flags,
+        flags,
+    )
     for dtype, kind, whole, head_dim, table, integer, interleaved, normed in pairs(*axes):
         vec = vector_items(dtype) if whole else 1
         # Without a rotation there are no positions, and nothing is paired.
