@@ -137,11 +137,16 @@ struct KeyWarp : SliceWarp</*kOfKeys=*/true, Traits::KTile, Traits::QTile> {
 #pragma unroll
         for (int i = 0; i < kKeyTiles; i++) {
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
+          for (int half = 0; half < 2; half += MMA_K / 8) {
 #pragma unroll
             for (int c = 0; c < kTogether; c++) {
-              const uint32 keys = movmatrix_trans(rows[i][first + c][half]);
-              mma_m16n8k8<DTYPE>(acc[0][c], {a[i][2 * half], a[i][2 * half + 1]}, keys);
+              const uint32(&k)[2] = rows[i][first + c];
+              if constexpr (MMA_K == 16) {
+                mma_m16n8k16<DTYPE>(acc[0][c], {a[i][0], a[i][1]}, {a[i][2], a[i][3]}, movmatrix_trans(k[0]),
+                                    movmatrix_trans(k[1]));
+              } else {
+                mma_m16n8k8<DTYPE>(acc[0][c], {a[i][2 * half], a[i][2 * half + 1]}, movmatrix_trans(k[half]));
+              }
             }
           }
         }

@@ -261,11 +261,11 @@ struct ColumnSlice {
     if constexpr (kGroup + 1 < kSteps / kGroupChunks) add_scores<Scalar, kGroup + 1>(scores, other_s);
   }
 
-  // sums += weights other in the warp's columns; the weights are a tile in shared memory. `after_eight` is called after
-  // the products of the first 8 rows.
-  template <typename Scalar, typename AfterEight>
+  // sums += weights other in the warp's columns; the weights are a tile in shared memory. `after_first` is called after
+  // the products of the first MMA_K rows.
+  template <typename Scalar, typename AfterFirst>
   __device__ __forceinline__ void add_weighted(Sums& sums, uint32 weights_s, uint32 other_s,
-                                               AfterEight after_eight) const {
+                                               AfterFirst after_first) const {
     static_assert(kNTiles % 2 == 0, "ldmatrix brings two k8 steps");
     uint32 a[kNTiles][kMTiles][2];
 #pragma unroll
@@ -278,9 +278,14 @@ struct ColumnSlice {
       }
     }
 #pragma unroll
-    for (int n = 0; n < kNTiles; n++) {
-      add_eight<Scalar>(sums, a[n], other_s + n * 8 * OtherTile::kRowBytes);
-      if (n == 0) after_eight();
+    for (int n = 0; n < kNTiles; n += MMA_K / 8) {
+      const uint32 rows_s = other_s + n * 8 * OtherTile::kRowBytes;
+      if constexpr (MMA_K == 16) {
+        add_sixteen<Scalar>(sums, a[n], a[n + 1], rows_s);
+      } else {
+        add_eight<Scalar>(sums, a[n], rows_s);
+      }
+      if (n == 0) after_first();
     }
   }
 
@@ -289,5 +294,23 @@ struct ColumnSlice {
   __device__ __forceinline__ void add_eight(Sums& sums, const uint32 (&weights)[kMTiles][2], uint32 rows_s) const {
     add_product_nn<kGroup, Scalar>(sums, weights, rows_s, fragment);
     if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_eight<Scalar, kGroup + 1>(sums, weights, rows_s);
+  }
+  template <typename Scalar>
+  __device__ __forceinline__ void add_sixteen(Sums& sums, const uint32 (&weights)[kMTiles][2],
+                                              const uint32 (&next_weights)[kMTiles][2], uint32 rows_s) const {
+#pragma unroll
+    for (int group = 0; group < kSteps / kGroupChunks; group++) {
+      uint32 b[kGroupChunks], next_b[kGroupChunks];
+      ldmatrix_trans(b, rows_s + fragment.of_group(group));
+      ldmatrix_trans(next_b, rows_s + 8 * OtherTile::kRowBytes + fragment.of_group(group));
+#pragma unroll
+      for (int chunk = 0; chunk < kGroupChunks; chunk++) {
+#pragma unroll
+        for (int i = 0; i < kMTiles; i++) {
+          mma_m16n8k16<Scalar>(sums[i][group * kGroupChunks + chunk], weights[i], next_weights[i], b[chunk],
+                               next_b[chunk]);
+        }
+      }
+    }
   }
 };
