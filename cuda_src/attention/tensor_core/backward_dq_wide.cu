@@ -192,6 +192,9 @@ struct DoutWarp : Traits::Slice<Traits::DoutTile, Traits::VTile> {
                                  step.first_key + first_key_tile() * 8};
     const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, at, cta.scale,
                                                           cta.q_offset);
+    // V, then K: both at once would keep L2 busy for longer than the products of a tile take.
+    T::Loader::Quads k_quads, v_quads;
+    if (!T::kNative && step.more) loader.fetch_v<true>(v_quads, step.next, step.next_keys);
     Scores parts;
     clear(parts);
     add_scores<DTYPE>(parts, loader.v_s(step.half));
@@ -203,11 +206,9 @@ struct DoutWarp : Traits::Slice<Traits::DoutTile, Traits::VTile> {
       smem.s.sum(s, first_key_tile(), row_tile());
       smem.dp.sum(dp, first_key_tile(), row_tile());
     }
-    T::Loader::Quads k_quads, v_quads;
     if (T::kNative && step.more) {
       copy(loader, step.next, step.next_keys, step.half ^ 1);
     } else if (step.more) {
-      loader.fetch_v<true>(v_quads, step.next, step.next_keys);
       loader.fetch_k<true>(k_quads, step.next, step.next_keys);
     }
     if (shares) put_score_gradients(cta, tile, step, s, dp);
