@@ -165,9 +165,10 @@ AnyConfig = DkdvConfig | PairedConfig | WideConfig
 # 16 to 128, and beyond that 16 keys of two warps. From 257 columns on all 8 warps share 32 keys by
 # columns, so that a fragment of Q or dout serves 32 keys; 16 keys of four warps would read shared
 # memory twice as much, which binds. The model of two kinds of warps together is a script that is
-# not kept. It has 0.44 where all warps wait at each barrier and bring Q and dout together, 0.52
-# where each kind brings its own array, and 0.55 where a half of dQ is added while scores become
-# gradients (one pass, head dim 512, 2026-11-28). With options, tiles of 16 queries spill less at
+# not kept. With global loads of 330 cycles it had 0.44 where all warps wait at each barrier and
+# bring Q and dout together, 0.52 where each kind brings its own array, and 0.55 where a half of dQ
+# is added while scores become gradients (one pass, head dim 512, 2026-11-28); with 500 cycles it
+# has 0.53. With options, tiles of 16 queries spill less at
 # head dims 64 and 128, and model up to 0.10 less. (8 queries at once of head dim 80, with dQ by
 # rows, were slower on an H200 when the table was made; by columns no GPU has timed them.)
 _TURING_ONE_PASS: dict[int, AnyConfig] = {
@@ -183,7 +184,7 @@ _TURING_ONE_PASS: dict[int, AnyConfig] = {
     ),
     192: PairedConfig(8, 32, 1, "models 0.56 and 0.65; 0.51 with tiles of 16 queries"),
     256: PairedConfig(8, 16, 1, "models 0.54 for the warps of values; K takes half of the 64 KB"),
-    512: WideConfig(16, "models 0.58 for the warps of keys, 0.55 for both kinds together"),
+    512: WideConfig(16, "models 0.60 for the warps of keys, 0.53 for both kinds together"),
 }
 _TURING_DETERMINISTIC: dict[int, AnyConfig] = {
     40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.73, and 0.70 with 16 queries at once"),
@@ -198,7 +199,7 @@ _TURING_DETERMINISTIC: dict[int, AnyConfig] = {
     160: PairedConfig(8, 32, 1, "models 0.57, and 0.50 with tiles of 16 queries"),
     192: PairedConfig(8, 32, 1, "models 0.58, and 0.54 with tiles of 16 queries"),
     256: PairedConfig(8, 16, 1, "models 0.53; two tiles of 32 queries do not fit"),
-    512: WideConfig(16, "models 0.60 for the warps of keys, 0.52 for both kinds together"),
+    512: WideConfig(16, "models 0.51 for the warps of keys, 0.46 for both kinds together"),
 }
 
 
@@ -218,7 +219,7 @@ _ONE_PASS_GATES = {
     160: Gates(0.56),
     192: Gates(0.65, scalar=0.5, kernels=0.62),
     256: Gates(0.59, 48, kernels=0.55, most_spills=160),
-    512: Gates(0.57, 16, scalar=0.49, most_spills=48),
+    512: Gates(0.59, 16, scalar=0.45, most_spills=48),
 }
 _DETERMINISTIC_GATES = {
     40: Gates(0.64, kernels=0.63),
@@ -229,7 +230,7 @@ _DETERMINISTIC_GATES = {
     160: Gates(0.6, scalar=0.46),
     192: Gates(0.65, kernels=0.64),
     256: Gates(0.63, 16, scalar=0.43, most_spills=32),
-    512: Gates(0.60, 32),
+    512: Gates(0.50, 32),
 }
 ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
 DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)

@@ -100,7 +100,7 @@ _TURING_DQ = {
         *(1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill"),
         full_loop=False,
     ),
-    512: WideDqConfig("models 0.81 for the warps of Q, 0.49 for both kinds together"),
+    512: WideDqConfig("models 0.81 for the warps of Q, 0.46 for both kinds together"),
 }
 # Items of a bias or a mask, read ahead, wait in registers for as long as the products take; the
 # addresses of those that are read one by one take some.
