@@ -180,6 +180,16 @@ def test_gradients_within_the_bounds_of_the_mask(kind, deterministic, data):
     assert max(ratios.values()) <= 1, ratios
 
 
+@pytest.mark.parametrize("deterministic", [False, *deep(True)])
+def test_gradients_of_heads_whose_columns_several_warps_share(deterministic):
+    problem = AttentionCase(
+        B=1, Sq=70, Sk=75, H=2, G=1, D=264, Dv=320, dtype="float16", options=()
+    )  # fmt: skip
+    case = TileMask(problem, masked_tiles((1, 2, 70, 75), 16, 1))
+    ratios = case.backward_ratios(deterministic=deterministic)
+    assert max(ratios.values()) <= 1, ratios
+
+
 @pytest.mark.parametrize("kind", [HALF, *deep((FLOAT,))], ids=str)
 def test_gradients_where_heads_of_a_group_have_masks_of_their_own(kind):
     dtype, head_dim = kind
