@@ -315,7 +315,7 @@ def attention_cases(
     Parameters
     ----------
     head_dims : sequence of (D, Dv)
-        Head dims to draw from.
+        Head dims to draw from, each 1 to 512.
     dtypes, views, option_views, spreads : sequences
         Values to draw from; `AttentionCase` has their meaning.
     options : iterable of str
