@@ -98,7 +98,8 @@ class TileMask:
 
 
 HALF, FLOAT = ("float16", 8), ("float32", 8)
-KINDS_DEEP = [HALF, FLOAT, ("float16", 24), ("float32", 24), ("float16", 136), ("bfloat16", 8)]
+KINDS_DEEP = [HALF, FLOAT, ("float16", 24), ("float32", 24), ("float16", 136), ("bfloat16", 8),
+              ("float32", 264)]  # fmt: skip
 KINDS = [HALF, FLOAT, *deep(*((kind,) for kind in KINDS_DEEP[2:]), (("float16", 264),))]
 
 
