@@ -135,13 +135,13 @@ _DKDV_GATES = {
     64: Gates(0.56, most_spills=208, kernels=0.55),
     128: Gates(0.93, 176, scalar=0.93, options=0.67, kernels=0.94, most_spills=224),
     256: Gates(0.39, 64, scalar=0.34, most_spills=96),
-    512: Gates(0.48, 80, most_spills=112),
+    512: Gates(0.39, 80, most_spills=256),
 }
 _DQ_GATES = {
     64: Gates(0.99, most_spills=48),
     128: Gates(0.99, options=0.67, most_spills=128),
     256: Gates(0.4, kernels=0.39),
-    512: Gates(0.44),
+    512: Gates(0.36, scalar=0.34, kernels=0.33),
 }
 DKDV = {75: with_gates(_TURING_DKDV, _DKDV_GATES)}
 DQ = {75: with_gates(_TURING_DQ, _DQ_GATES)}
