@@ -67,7 +67,7 @@ class FlashConfig:
         return self.m_tiles * 16
 
 
-class WideConfig(Protocol):
+class SharingConfig(Protocol):
     """A configuration of warps that share rows, of this kernel or of that of sm_80 and later."""
 
     @property
@@ -429,7 +429,7 @@ def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> 
 
 
 def wide_shared_bytes(
-    config: WideConfig, head_dim: int, head_dim_v: int, *, key_places: int = 1
+    config: SharingConfig, head_dim: int, head_dim_v: int, *, key_places: int = 1
 ) -> int:
     """Return the bytes of Smem in forward_wide.cuh, which asserts it.
 
