@@ -116,12 +116,14 @@ _Table = Mapping[tuple[Shape, Lines], TileConfig]
 # the same with loaded memory (2026-11-28): no Turing GPU has been measured. The slots are the best
 # of some dozens that were tried: ptxas schedules loads and stores differently for each. Among those
 # that model alike, these are the fastest on an H200 as compute_75 code (2026-11-22, `benchmark
-# linear`), which waits longer for memory and needs all of a k-tile in flight: wide, 335 TFLOP/s at
-# 8192 x 16384 x 4096; narrow, 291 at 8192 x 2560 x 10240, and 275 with w across. Slots that model
-# 0.87 and 0.83 reach 307 and 292 there.
+# linear`), which waits longer for memory and needs all of a k-tile in flight: narrow, 291 TFLOP/s
+# at 8192 x 2560 x 10240, and 275 with w across. Slots that model 0.87 and 0.83 reach 307 and 292
+# there. The forward's wide slots are the best of 28 by `loaded`. Those that were the fastest on the
+# H200, 336 and 341 TFLOP/s at 8192 x 16384 x 4096 for 325 and 321 with these (2026-11-28), model
+# 0.82 and 0.80, and on a TITAN RTX 0.75 and 0.72, where these model 0.84 and 0.92.
 _TURING_FORWARD: _Table = {
-    ("wide", ALONG): TileConfig(*WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976, loaded=0.82),
-    ("wide", B_ACROSS): TileConfig(*WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956, loaded=0.8),
+    ("wide", ALONG): TileConfig(*WIDE, Moves(8, 2, 2), Moves(9, 3, 2), 1, 0.942, loaded=0.91),
+    ("wide", B_ACROSS): TileConfig(*WIDE, Moves(7, 2, 2), Moves(8, 2, 2), 1, 0.956, loaded=0.93),
     ("narrow", ALONG): TileConfig(*NARROW, Moves(3, 1, 4), Moves(2, 1, 2), 1, 0.917),
     ("narrow", B_ACROSS): TileConfig(
         *NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915, loaded=0.88
