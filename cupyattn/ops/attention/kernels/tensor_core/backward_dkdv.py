@@ -160,7 +160,7 @@ AnyConfig = DkdvConfig | PairedConfig | WideConfig
 
 # In each table: the first row whose head dim is not below max(D, Dv). "Models" is the tensor
 # utilisation of the main loop on a T4 by a static model of the machine code (NVRTC 12.9.86,
-# 2026-11-20 and 21, +-0.05): no Turing device has been measured. Keys and values stay in registers
+# 2026-11-28, +-0.05): no Turing device has been measured. Keys and values stay in registers
 # with their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns,
 # 16 to 128, and beyond that 16 keys of two warps. From 257 columns on all 8 warps share 32 keys by
 # columns, so that a fragment of Q or dout serves 32 keys; 16 keys of four warps would read shared
@@ -172,34 +172,36 @@ AnyConfig = DkdvConfig | PairedConfig | WideConfig
 # head dims 64 and 128, and model up to 0.10 less. (8 queries at once of head dim 80, with dQ by
 # rows, were slower on an H200 when the table was made; by columns no GPU has timed them.)
 _TURING_ONE_PASS: dict[int, AnyConfig] = {
-    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.66, and 0.61 with 16 queries at once"),
-    64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.69; 16 queries at once spill"),
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.62, and 0.60 with 16 queries at once"),
+    64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.73; 0.66 with 16 queries at once, which spill"),
     80: DkdvConfig(
-        1, 8, 64, 1, 1, 1, "models 0.65, and 0.64 with dQ shared out by rows; 0.60 with 16 queries"
+        1, 8, 64, 1, 1, 1, "models 0.58, and 0.56 with dQ shared out by rows; 0.61 with 16 queries"
     ),
-    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.67 and fills the 64 KB; 0.57 with 32 queries"),
-    128: DkdvConfig(1, 8, 32, 1, 2, 1, "models 0.65, and 0.62 with dQ shared out by columns alone"),
+    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.64 and fills the 64 KB; 0.57 with 32 queries"),
+    128: DkdvConfig(1, 8, 32, 1, 2, 1, "models 0.64, as with dQ shared out by columns alone"),
     160: PairedConfig(
-        8, 32, 1, "models 0.55 of its bound of 0.67, for the warps of values; 0.46 with 16 queries"
+        8, 32, 1, "models 0.56 of its bound of 0.67, for the warps of values; 0.45 with 16 queries"
     ),
-    192: PairedConfig(8, 32, 1, "models 0.56 and 0.65; 0.51 with tiles of 16 queries"),
-    256: PairedConfig(8, 16, 1, "models 0.54 for the warps of values; K takes half of the 64 KB"),
-    512: WideConfig(16, "models 0.60 for the warps of keys, 0.53 for both kinds together"),
+    192: PairedConfig(8, 32, 1, "models 0.65, and 0.57 with tiles of 16 queries"),
+    256: PairedConfig(8, 16, 1, "models 0.59 for the warps of values; K takes half of the 64 KB"),
+    512: WideConfig(16, "models 0.58 for the warps of keys, 0.55 for both kinds together"),
 }
 _TURING_DETERMINISTIC: dict[int, AnyConfig] = {
-    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.73, and 0.70 with 16 queries at once"),
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.64, and 0.60 with 16 queries at once"),
     64: DkdvConfig(
-        2, 4, 32, 1, 1, 2, "models 0.79 as two CTAs, whose barriers do not bind each other"
+        2, 4, 32, 1, 1, 2, "models 0.77 as two CTAs, whose barriers do not bind each other"
     ),
-    80: DkdvConfig(1, 8, 64, 1, 4, 1, "models 0.68, and 0.60 with tiles of 32 queries"),
-    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.67"),
+    80: DkdvConfig(
+        1, 8, 64, 1, 4, 1, "models 0.58; 0.53 with tiles of 32 queries, 0.63 with 16 at once"
+    ),
+    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.68, and 0.60 with tiles of 32 queries"),
     128: DkdvConfig(
-        1, 8, 32, 1, 1, 1, "models 0.67, and 0.55 as two CTAs of 4 warps or packed with 16 queries"
+        1, 8, 32, 1, 1, 1, "models 0.69, and 0.64 as two CTAs of 4 warps, 0.54 with 16 at once"
     ),
-    160: PairedConfig(8, 32, 1, "models 0.57, and 0.50 with tiles of 16 queries"),
-    192: PairedConfig(8, 32, 1, "models 0.58, and 0.54 with tiles of 16 queries"),
-    256: PairedConfig(8, 16, 1, "models 0.53; two tiles of 32 queries do not fit"),
-    512: WideConfig(16, "models 0.51 for the warps of keys, 0.46 for both kinds together"),
+    160: PairedConfig(8, 32, 1, "models 0.59, and 0.53 with tiles of 16 queries"),
+    192: PairedConfig(8, 32, 1, "models 0.64, and 0.56 with tiles of 16 queries"),
+    256: PairedConfig(8, 16, 1, "models 0.63; two tiles of 32 queries do not fit"),
+    512: WideConfig(16, "models 0.60 for the warps of keys, 0.52 for both kinds together"),
 }
 
 

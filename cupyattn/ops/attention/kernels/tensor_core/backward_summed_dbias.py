@@ -64,18 +64,18 @@ _COLUMNS = 32
 
 
 # "Models" is the tensor utilisation of the main loop on a T4 by a static model of the machine code,
-# with a bias of float16 (NVRTC 12.9.86, 2026-11-26, +-0.05): no Turing GPU has been measured. Two
+# with a bias of float16 (NVRTC 12.9.86, 2026-11-28, +-0.05): no Turing GPU has been measured. Two
 # products have as many scores to make as the five of dk, dv and dq: that binds, and the load/store
 # unit, as all four operands of a product are new each time. Large tiles read the least: on an H100
 # that of head dim 64 took 697 us where 48 keys by warps of 32 rows took 856, that of 96 took 949
 # where 64 keys took 1,083, and that of 32 took 534 where 48 keys took 632 (4 x 2,048 tokens, 16
 # heads, one bias for all batch elements, CUPYATTN_ARCH=75; a script that is not kept, 2026-11-26).
 _TURING_SUMMED_DBIAS = {
-    32: FlashConfig(2, 4, 64, 2, "models 0.33; 0.34 with 96 keys, where 144 bytes spill"),
-    64: FlashConfig(1, 8, 128, 1, "models 0.47, and 0.44 with 112 keys; fills the 64 KB"),
-    96: FlashConfig(1, 8, 80, 1, "models 0.44, and 0.42 with 64 keys or at head dim 80"),
-    128: FlashConfig(1, 8, 64, 1, "models 0.48; 0.44 with 32 rows a warp, which spill"),
-    256: FlashConfig(1, 8, 32, 1, "models 0.43, and 0.38 at 192; fills the 64 KB"),
+    32: FlashConfig(2, 4, 64, 2, "models 0.27, as with 96 keys, where 144 bytes spill"),
+    64: FlashConfig(1, 8, 128, 1, "models 0.39, and 0.36 with 112 keys; fills the 64 KB"),
+    96: FlashConfig(1, 8, 80, 1, "models 0.39, as at head dim 80, and 0.35 with 64 keys"),
+    128: FlashConfig(1, 8, 64, 1, "models 0.38; 0.24 with 32 rows a warp, which spill"),
+    256: FlashConfig(1, 8, 32, 1, "models 0.28, and 0.27 at 192; fills the 64 KB"),
 }
 LARGEST_HEAD_DIM = max(_TURING_SUMMED_DBIAS)
 """Beyond it the rows that a warp keeps do not fit in its registers."""
@@ -89,7 +89,7 @@ _GATES = {
 SUMMED_DBIAS = with_mma_k(with_gates(_TURING_SUMMED_DBIAS, _GATES))
 # Items of the bias that are loaded one by one: more products for each of them hide the way.
 _TURING_ONE_BY_ONE = {
-    64: FlashConfig(2, 4, 48, 2, "models 0.33; 0.17 with rows of 16 and 128 keys"),
+    64: FlashConfig(2, 4, 48, 2, "models 0.24; 0.12 with rows of 16 and 128 keys"),
     **{head_dim: _TURING_SUMMED_DBIAS[head_dim] for head_dim in (128, 256)},
 }
 _ONE_BY_ONE_GATES = {**_GATES, 64: Gates(0.34, 144, options=0.19, most_spills=176, items=0.24)}

@@ -84,24 +84,21 @@ class SharingConfig(Protocol):
 
 
 # The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
-# main loop on a T4 by a static model of the machine code (NVRTC 12.9.86, 2026-11-21, +-0.05): no
+# main loop on a T4 by a static model of the machine code (NVRTC 12.9.86, 2026-11-28, +-0.05): no
 # Turing device has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
 # 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
 # which binds otherwise.
 _TURING = {
-    40: FlashConfig(2, 4, 48, 2, "models 0.73, and 0.67 with 32 keys, 0.66 with 64"),
-    64: FlashConfig(2, 4, 64, 2, "models 0.87, and 0.85 with 32 keys, 0.79 with 48"),
-    80: FlashConfig(2, 4, 48, 2, "models 0.85, and 0.84 with 32 keys; 64 keep one CTA, and 0.53"),
-    96: FlashConfig(2, 4, 32, 2, "models 0.86, and 0.74 with 16 keys; 48 keep one CTA, and 0.52"),
-    128: FlashConfig(2, 4, 16, 2, "models 0.89, and 0.78 with 32 keys, where 196 bytes spill"),
+    40: FlashConfig(2, 4, 48, 2, "models 0.69, and 0.71 with 32 keys, 0.65 with 64"),
+    64: FlashConfig(2, 4, 64, 2, "models 0.87, as with 32 keys, and 0.78 with 48"),
+    80: FlashConfig(2, 4, 48, 2, "models 0.85, as with 32 keys; 64 keep one CTA, and 0.51"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.84, and 0.61 with 16 keys; 48 keep one CTA, and 0.50"),
+    128: FlashConfig(2, 4, 16, 2, "models 0.84, and 0.75 with 32 keys, where 196 bytes spill"),
     160: FlashConfig(
         1, 8, 48, 1, "models 0.68, and 0.64 with 32 keys, 0.67 as 12 warps; 16 rows from here on"
     ),
-    192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.61 with 16 keys"),
-    256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.70 with 32 keys, where 36 bytes spill"),
-    512: FlashConfig(
-        2, 8, 16, 1, "models 0.54, and 0.46 at 384; four warps share 32 rows", sharing=4
-    ),
+    192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.60 with 16 keys"),
+    256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.69 with 32 keys, where 36 bytes spill"),
 }
 # From head dim 160 on shared memory binds, at 0.79, 0.80 and 0.80 of the tensor cores: these rows
 # have 0.87, 0.92 and 0.84 of that. The warps of the one CTA that fits wait for shared memory and do
@@ -109,9 +106,9 @@ _TURING = {
 # what other ways to share the columns have).
 # Tiles of 192 rows for long sequences: a fragment of K and V feeds three products.
 _TURING_TALL = {
-    40: FlashConfig(3, 4, 32, 2, "models 0.82, where 128 rows have 0.73", gates=Gates(0.82))
+    40: FlashConfig(3, 4, 32, 2, "models 0.82, where 128 rows have 0.69", gates=Gates(0.82))
 }
-_TALL_HEAD_DIMS = range(33, 41)  # 0.69 and 0.68 at 32, but 0.56 and 0.60 at 24
+_TALL_HEAD_DIMS = range(33, 41)  # 0.61 and 0.68 at 32, 0.44 and 0.58 at 24
 TALL = "tall"
 """Among the admissible rows the name of that."""
 # What options take of registers and of instructions wants other tiles. The first kind that a call
@@ -120,48 +117,49 @@ _TURING_WITH = {
     # One call of Philox serves 32 keys of a row: rows whose tiles are no multiple of that may have
     # others.
     "dropout": {
-        40: FlashConfig(2, 4, 64, 2, "models 0.61, and 0.60 with 32 keys, 0.57 with 48"),
-        80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.68 with 48 keys, where 20 bytes spill"),
+        40: FlashConfig(2, 4, 64, 2, "models 0.55 and 0.58 at 32; 0.60 and 0.47 with 32 keys"),
+        80: FlashConfig(2, 4, 32, 2, "models 0.75, and 0.62 with 48 keys, where 20 bytes spill"),
     },
     # The lists take registers: longer tiles spill in the loop over partial ones. The loop over full
-    # tiles models 0.75, 0.86 and 0.87 at head dims 40, 96 and 128, where a call without a mask has
-    # 0.73, 0.86 and 0.89. A partial tile takes 1.5 and 1.7 times a full one's at 64 and 128. Of 16
+    # tiles models 0.72, 0.86 and 0.80 at head dims 40, 96 and 128, where a call without a mask has
+    # 0.69, 0.84 and 0.84. A partial tile takes 1.5 and 1.7 times a full one's at 64 and 128. Of 16
     # documents in 16,384 tokens a quarter of the tiles are partial, and both loops take 1.19 and
     # 1.14 of the time that a plain call takes for as many tiles (1.18 with 32 keys at 64; an H200
     # that runs the same code takes 1.39 with 48, 1.52 with 32 and 1.40 with 64, 2026-11-24,
     # `benchmark attention --block-mask --head-dim 64`). In all 28 bytes spill with 48 keys.
     "block mask": {
-        64: FlashConfig(2, 4, 48, 2, "models 0.80, and 0.81 with 32 keys, 0.71 with 64"),
-        80: FlashConfig(2, 4, 32, 2, "models 0.88, and 0.83 with 48 keys, where 40 bytes spill"),
+        64: FlashConfig(2, 4, 48, 2, "models 0.83, and 0.69 with 32 keys, 0.62 with 64"),
+        80: FlashConfig(2, 4, 32, 2, "models 0.88, and 0.79 with 48 keys, where 40 bytes spill"),
     },
     # A float32 bias waits in four registers for each 4 keys, where others take two or one.
     "float32 bias by 4": {
-        64: FlashConfig(2, 4, 48, 2, "models 0.69, and 0.66 with 32 keys, 0.65 with 64"),
-        80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.66 with 48 keys, where 72 bytes spill"),
+        64: FlashConfig(2, 4, 48, 2, "models 0.59, as with 32 keys, and 0.50 with 64"),
+        80: FlashConfig(2, 4, 32, 2, "models 0.68, and 0.52 with 48 keys, where 72 bytes spill"),
     },
     # (By 4, 16 keys model 0.73 and 0.71, and the usual 64 have 0.67 and 0.70, where 4 bytes spill.
     # An H200 that runs the same code takes 1.5 times as long with 16: 119 and 135 TFLOP/s, for 183
     # and 197 with 64, 2026-11-24.)
     "bias or mask one by one": {
-        64: FlashConfig(2, 4, 48, 2, "models 0.61 and 0.64, and 0.52 and 0.57 with 64 keys")
+        64: FlashConfig(2, 4, 48, 2, "models 0.54 and 0.57, and 0.45 and 0.44 with 64 keys")
     },
     "score_mod": {64: FlashConfig(2, 4, 32, 2, "models 0.75 for ALiBi, and 0.64 with 64 keys")},
     "mask_mod": {64: FlashConfig(2, 4, 48, 2, "models 0.81 of documents, and 0.72 with 64 keys")},
-    "softcap": {64: FlashConfig(2, 4, 48, 2, "models 0.65, and 0.63 with 64 keys, 0.55 with 32")},
-    "slopes": {64: FlashConfig(2, 4, 48, 2, "models 0.78, and 0.72 with 64 keys or 32")},
+    "softcap": {
+        64: FlashConfig(2, 4, 48, 2, "models 0.65, and 0.58 to 0.79 with 64 keys, 0.49 with 32")
+    },
+    "slopes": {64: FlashConfig(2, 4, 48, 2, "models 0.74, and 0.79 with 64 keys, 0.72 with 32")},
 }
-# Over a cache of integers, in 8 and 4 bits (the model of 2026-11-22): making floats of them takes
+# Over a cache of integers, in 8 and 4 bits (the same model): making floats of them takes
 # 0.05 to 0.16 of the utilisation, and registers. No loop over full tiles spills; that over masked
 # ones does by 8 bytes at head dim 96, by up to 44 at 128, as over floats, and by 16 at 256.
 _TURING_INTEGERS = {
-    40: FlashConfig(2, 4, 48, 2, "models 0.60 and 0.58, and 0.55 and 0.59 with 64 keys"),
-    64: FlashConfig(2, 4, 32, 2, "models 0.74 and 0.74, and 0.75 and 0.65 with 48 keys"),
-    80: FlashConfig(2, 4, 32, 2, "models 0.71 and 0.70; with 48 keys 28 and 52 bytes spill"),
-    96: FlashConfig(2, 4, 32, 2, "models 0.76 and 0.74"),
-    128: FlashConfig(2, 4, 16, 2, "models 0.74 and 0.68"),
-    192: FlashConfig(1, 8, 32, 1, "models 0.65 and 0.63"),
-    256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.57 and 0.61 with 32 keys"),
-    512: FlashConfig(2, 8, 16, 1, "models 0.39 and 0.41", sharing=4),
+    40: FlashConfig(2, 4, 48, 2, "models 0.60 and 0.58, and 0.52 and 0.59 with 64 keys"),
+    64: FlashConfig(2, 4, 32, 2, "models 0.69 and 0.65, and 0.76 and 0.70 with 48 keys"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.69 and 0.67, and 0.74 with 48 keys, which spill"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.77 and 0.75"),
+    128: FlashConfig(2, 4, 16, 2, "models 0.63 and 0.61"),
+    192: FlashConfig(1, 8, 32, 1, "models 0.64 and 0.63"),
+    256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.49 and 0.55 with 32 keys"),
 }
 # Float16 accumulators for P V: on GeForce devices mma with them runs at twice the rate. "Gains" is
 # the speed against the row above it in the table of plain calls, by the same model of an RTX 2080
