@@ -177,7 +177,7 @@ _TURING_HALF_SUMS = {
     256: FlashConfig(1, 8, 16, 1, "gains 1.12, and 1.17 with 32 keys, where 40 bytes spill"),
 }
 _HALF_SUMS_GATES = {
-    40: Gates(0.75),
+    40: Gates(0.71),
     64: Gates(0.78, 144),
     80: Gates(0.85, 64),
     96: Gates(0.87, 32),
