@@ -91,6 +91,21 @@ struct ScoreRule {
     const float softcap = params.softcap * kFactor;
     return __fmaf_rn(softcap_r(product, params), -2.f * softcap, softcap);
   }
+  // Four capped scores by one reciprocal, that of the product of their denominators. From 2^31 on a denominator leaves
+  // the softcap as it is, and four of them have a product within float32.
+  __device__ __forceinline__ void cap_four(float* (&four)[4]) const {
+    constexpr float kMostLog2 = 31.f;
+    const float softcap = params.softcap * kFactor;
+    float of[4];
+#pragma unroll
+    for (int x = 0; x < 4; x++) of[x] = 1.f + ex2_approx(min_or_nan(*four[x] * params.softcap_in, kMostLog2));
+    const float first = of[0] * of[1], second = of[2] * of[3];
+    const float r = rcp_approx(first * second), of_first = r * second, of_second = r * first;
+    *four[0] = __fmaf_rn(of_first * of[1], -2.f * softcap, softcap);
+    *four[1] = __fmaf_rn(of_first * of[0], -2.f * softcap, softcap);
+    *four[2] = __fmaf_rn(of_second * of[3], -2.f * softcap, softcap);
+    *four[3] = __fmaf_rn(of_second * of[2], -2.f * softcap, softcap);
+  }
   __device__ __forceinline__ float with_bias(float score, float bias) const {
     return kUnit == Unit::kLog2 ? __fmaf_rn(bias, kLog2E, score) : score + bias;
   }
@@ -161,6 +176,12 @@ struct ItemsInPlace {
   }
 };
 
+// How a pass applies ALiBi and the softcap. kByKey leaves out of ALiBi what is the same for all scores of a row, for
+// keys on one side of all queries: slope * (key - the thread's first key) remains, or minus that. kFours: one
+// reciprocal serves four scores of a row, of which all are NaN if one is.
+enum class Penalty { kOfDistance, kByKey };
+enum class Capping { kEach, kFours };
+
 // A pass over a fragment of products that makes scores of them; what is hidden becomes -inf.
 //
 // A fragment has for_each_pair: body(pair, row, key) for each two scores of neighbouring keys; lane_row and lane_key
@@ -208,28 +229,40 @@ struct ScorePass {
   }
 
   // kRagged: the tile may reach beyond Sk; `partial`: a block mask may hide some of it.
-  template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
+  template <bool kRagged, Penalty kPenalty = Penalty::kOfDistance, Capping kCapping = Capping::kEach, typename Fragment,
+            typename Items = ItemsInPlace>
   __device__ __forceinline__ void apply(Fragment& fragment, int first_row, int first_key, bool partial,
-                                        const Items& items = Items()) const {
-    apply_options<kRagged>(fragment, first_row, first_key, items);
+                                        const Items& items = Items(), float key_slope = 0.f) const {
+    apply_options<kRagged, kPenalty, kCapping>(fragment, first_row, first_key, items, key_slope);
     modify(fragment, first_row, first_key);
     hide<kRagged>(fragment, first_row, first_key, partial, items);
   }
 
   // The steps of `apply`. The library's own options, up to what score_mod is given:
-  template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
+  template <bool kRagged, Penalty kPenalty = Penalty::kOfDistance, Capping kCapping = Capping::kEach, typename Fragment,
+            typename Items = ItemsInPlace>
   __device__ __forceinline__ void apply_options(Fragment& fragment, int first_row, int first_key,
-                                                const Items& items = Items()) const {
-    fragment.for_each_pair([&](float* pair, int, int) {
-      pair[0] = rule.of_product(pair[0]);
-      pair[1] = rule.of_product(pair[1]);
-    });
+                                                const Items& items = Items(), float key_slope = 0.f) const {
+    if constexpr (Options::kSoftcap && kCapping == Capping::kFours) {
+      fragment.for_each_four([&](float*(&four)[4]) { rule.cap_four(four); });
+    } else {
+      fragment.for_each_pair([&](float* pair, int, int) {
+        pair[0] = rule.of_product(pair[0]);
+        pair[1] = rule.of_product(pair[1]);
+      });
+    }
     if constexpr (kGiven<Bias>) {
       items.template for_each_bias<kRagged>(*this, fragment, first_row, first_key, [&](float& score, Bias item) {
         score = rule.with_bias(score, to_float(item));
       });
     }
-    if constexpr (kGiven<typename Options::Slopes>) {
+    if constexpr (kGiven<typename Options::Slopes> && kPenalty == Penalty::kByKey) {
+      const int lane_key = Fragment::lane_key();
+      fragment.for_each_pair([&](float* pair, int, int key) {  // rounded products, which all rows share
+        pair[0] += __fmul_rn(key_slope, static_cast<float>(key - lane_key));
+        pair[1] += __fmul_rn(key_slope, static_cast<float>(key - lane_key + 1));
+      });
+    } else if constexpr (kGiven<typename Options::Slopes>) {
       const int lane_row = Fragment::lane_row(), lane_key = Fragment::lane_key();
       const Distance distance(first_row + lane_row + q_offset - (first_key + lane_key));
       fragment.for_each_pair([&](float* pair, int row, int key) {  // steps are constants: the lane's part goes

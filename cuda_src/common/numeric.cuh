@@ -41,6 +41,13 @@ constexpr bool kNarrowRange<float16> = true;
 // The minimum, but NaN for x = NaN, where fminf returns the limit.
 __device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
 
+// The minimum, but NaN if one is, in one instruction from sm_80 on.
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+  return least;
+}
+
 // Round to nearest even. This is the only rounding of a result before its store.
 template <typename Scalar>
 __device__ __forceinline__ Scalar from_float(float x);

@@ -62,6 +62,20 @@ def test_the_largest_softcap_is_within_its_bound(dtype):
     assert error_ratio(dtype, softcap=10_000.0) <= 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+@pytest.mark.parametrize("scale", [1e26, -1e26])
+def test_the_largest_scale_of_the_largest_float16_gives_no_nan(dtype, scale):
+    q, k, v = (np.full((1, 3, 1, 256), 65504.0, dtype) for _ in range(3))
+    with KERNELS.running():
+        out = cupyattn.attention(*map(KERNELS.put, (q, k, v)), softmax_scale=scale)
+    assert np.isfinite(KERNELS.get(out)).all()
+
+
+def test_larger_scales_are_refused():
+    with pytest.raises(ValueError, match=r"softmax_scale = 1\.1e\+26; it is .* up to 1e\+26"):
+        cupyattn.attention(Q, K, V, softmax_scale=1.1e26)
+
+
 @pytest.mark.parametrize("softcap", [10_001, 1e30, np.inf])
 def test_larger_softcaps_are_refused(softcap):
     with pytest.raises(ValueError, match=r"softcap = .* at most 10000"):

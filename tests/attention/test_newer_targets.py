@@ -207,48 +207,105 @@ def test_every_native_configuration(dtype: str, head_dim: int, arch: int, drawn:
         check(problem, "flash", native=True)
 
 
+RISING_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": np.random.default_rng(1).standard_normal((40, 232)).astype(np.float16)},
+    "mask": {"mask": np.random.default_rng(2).random((40, 232)) < 0.7},
+    "alibi": {"alibi_slopes": np.float32([-0.25])},
+    "softcap": {"softcap": 500.0},
+    "dropout": {"dropout_p": 0.25, "seed": 1},
+}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "scale"),
-    [("bfloat16", 64, 0.125), *deep(*((d, n, s) for d in native.DTYPES for n in (64, 128, 512)
-                                      for s in (0.125, -0.125, 0.0)))],
+    ("dtype", "head_dim", "scale", "option"),
+    [
+        *(("bfloat16", 64, 0.125, option) for option in ("plain", "bias", "alibi")),
+        *deep(*((d, n, s, o) for d in native.DTYPES for n in (64, 128, 256)
+                for s in (0.125, -0.125, 0.0) for o in RISING_OPTIONS)),
+    ],
 )  # fmt: skip
-def test_scores_that_rise_within_a_tile(dtype: str, head_dim: int, scale: float):
+def test_scores_that_rise_within_a_tile(dtype: str, head_dim: int, scale: float, option: str):
     """Tiles after the first, which is masked, have scores up to 2^200 times above its maximum.
 
     What a check misses is infinite in P; what a clamp takes and nothing returns is a wrong weight.
     """
-    case = AttentionCase(1, 40, 230, 1, 1, head_dim, head_dim, dtype)
+    case = AttentionCase(1, 40, 232, 1, 1, head_dim, head_dim, dtype)
     q, k, v = case.arrays()
+    options = RISING_OPTIONS[option]
     for key, rise in ((70, 2.0), (75, 7.0), (90, 30.0), (140, 110.0), (141, 140.0)):
         k[:, key] = (np.abs(k[:, key].astype(np.float32)) * 0.1 + 0.1 * rise).astype(k.dtype)
     q = np.abs(q)
     with natively():
         out, lse = cupyattn.attention(
-            *map(KERNELS.put, (q, k, v)), softmax_scale=scale, return_lse=True
+            *map(KERNELS.put, (q, k, v)), softmax_scale=scale, return_lse=True, **placed(options)
         )
-    exact = reference.attention(q, k, v, softmax_scale=scale)
+    exact = reference.attention(q, k, v, softmax_scale=scale, **options)
     bounds = reference.attention_bound(
-        q, k, v, dtype=dtype, tile_k=32, native=True, softmax_scale=scale
+        q, k, v, dtype=dtype, tile_k=32, native=True, softmax_scale=scale, **options
     )
     for found, *wanted in zip(map(KERNELS.get, (out, lse)), exact, bounds, strict=True):
         assert reference.error_ratio(found, *wanted) <= 1
 
 
+def placed(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
+
+
 @pytest.mark.deep
+@pytest.mark.parametrize("option", RISING_OPTIONS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", native.DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128, 512])
-def test_a_query_that_is_not_finite_changes_its_row_alone(dtype, head_dim, value):
-    case = AttentionCase(1, 40, 230, 1, 1, head_dim, head_dim, dtype)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_query_that_is_not_finite_changes_its_row_alone(dtype, head_dim, value, option):
+    case = AttentionCase(1, 40, 232, 1, 1, head_dim, head_dim, dtype)
     q, k, v = case.arrays()
-    exact, _ = reference.attention(q, k, v)
-    bound, _ = reference.attention_bound(q, k, v, dtype=dtype, tile_k=32, native=True)
+    options = RISING_OPTIONS[option]
+    exact, _ = reference.attention(q, k, v, **options)
+    bound, _ = reference.attention_bound(q, k, v, dtype=dtype, tile_k=32, native=True, **options)
     q[0, 7, 0, 3] = value
     with natively():
-        out = KERNELS.get(cupyattn.attention(*map(KERNELS.put, (q, k, v))))
+        out = KERNELS.get(cupyattn.attention(*map(KERNELS.put, (q, k, v)), **placed(options)))
     others = np.arange(40) != 7
-    assert np.isnan(out[0, 7].astype(np.float32)).all()
+    finite = option == "softcap" and not np.isnan(value)
+    assert np.isnan(out[0, 7].astype(np.float32)).all() != finite
     assert reference.error_ratio(out[:, others], exact[:, others], bound[:, others]) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("bfloat16")])
+@pytest.mark.parametrize("hides", [True, *deep(False)])
+def test_four_capped_scores_share_no_key_that_a_mask_hides(dtype: str, hides: bool):
+    q, k, v = AttentionCase(1, 40, 232, 1, 1, 64, 64, dtype).arrays()
+    k[:, 100] = np.nan
+    seen = np.full((40, 232), True)
+    seen[:, 100] = False
+    options = {"softcap": 5.0, **({"mask": seen} if hides else {})}
+    exact, _ = reference.attention(q, k, v, **options)
+    bound, _ = reference.attention_bound(q, k, v, dtype=dtype, tile_k=32, native=True, **options)
+    with natively():
+        out = KERNELS.get(cupyattn.attention(*map(KERNELS.put, (q, k, v)), **placed(options)))
+    assert np.isfinite(exact).all() == hides
+    assert reference.error_ratio(out, exact, bound) <= 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float16", 64), *deep(("bfloat16", 64), ("float16", 128))]
+)
+@pytest.mark.parametrize("q_offset", [-50, *deep(-300, 0, 100, 250, 2**18 + 1)])
+def test_alibi_of_keys_on_either_side_of_the_queries(dtype: str, head_dim: int, q_offset: int):
+    """Tiles of keys before all rows of a warp, after them, and around them; slopes of any size."""
+    q, k, v = AttentionCase(1, 70, 260, 5, 1, head_dim, head_dim, dtype).arrays()
+    slopes = np.float32([0.5, -0.125, 1.0, 3.0, 2.0**-24])
+    options: dict[str, Any] = {"alibi_slopes": slopes, "q_offset": q_offset}
+    with natively():
+        found = cupyattn.attention(*map(KERNELS.put, (q, k, v)), return_lse=True, **placed(options))
+    exact = reference.attention(q, k, v, **options)
+    bounds = reference.attention_bound(q, k, v, dtype=dtype, tile_k=32, native=True, **options)
+    for each, *wanted in zip(map(KERNELS.get, found), exact, bounds, strict=True):
+        assert reference.error_ratio(each, *wanted) <= 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *deep("float16")])

@@ -546,6 +546,16 @@ def test_softmax_bugs_are_rejected(dtype):
     assert error_ratio(out * dout, exact, bound) > 1
 
 
+def test_a_key_that_is_nan_and_hidden_leaves_the_bound():
+    q, k, v = AttentionCase(1, 3, 5, 1, 1, 8, 8, "float16").arrays()
+    k[:, 2] = np.nan
+    seen = np.arange(5) != 2
+    hidden = attention_bound(q, k, v, dtype="float16", tile_k=TILE, mask=seen[None])
+    without = attention_bound(q, k[:, seen], v[:, seen], dtype="float16", tile_k=TILE)
+    for bound, right in zip(hidden, without, strict=True):
+        np.testing.assert_allclose(bound, right, rtol=1e-12)
+
+
 def test_rows_without_keys_have_to_be_exact():
     problem = AttentionCase(1, 3, 2, 2, 1, 8, 8, options=(CAUSAL,))
     arrays = problem.arrays()

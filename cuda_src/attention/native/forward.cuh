@@ -2,10 +2,10 @@
 #pragma once
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || \
-    !defined(TILE_K) || !defined(STEPS) || !defined(Q_SHARED) || !defined(DEFERRED) || !defined(VEC) ||      \
-    !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(TILE_K) || !defined(STEPS) || !defined(Q_SHARED) || !defined(DEFERRED) || !defined(STAGED) ||   \
+    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
 #error \
-    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, STEPS, Q_SHARED, DEFERRED, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, STEPS, Q_SHARED, DEFERRED, STAGED, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
@@ -21,6 +21,29 @@
 #include "../tensor_core/score_items.cuh"
 #include "key_loader.cuh"
 #include "softmax.cuh"
+
+template <bool kFirst, typename First, typename Second>
+struct ChosenType {
+  using Type = First;
+};
+template <typename First, typename Second>
+struct ChosenType<false, First, Second> {
+  using Type = Second;
+};
+template <bool kFirst, typename First, typename Second>
+using Chosen = typename ChosenType<kFirst, First, Second>::Type;
+
+// For dropout that draws its words after the scores, or none.
+struct NothingDrawn {
+  static constexpr int kRows = 1;
+
+  template <typename... Arguments>
+  __device__ __forceinline__ uint32 draw(const Arguments&...) const {
+    return 0;
+  }
+  template <typename... Arguments>
+  __device__ __forceinline__ void drop(const Arguments&...) const {}
+};
 
 struct Traits {
   using Scalar = DTYPE;
@@ -46,7 +69,9 @@ struct Traits {
   // Arrays that are read four keys at a time want threads that hold four neighbouring keys.
   static constexpr int kRun = BIAS_VEC == 4 || MASK_VEC == 4 ? 4 : 1;
   using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8, kRun>;
-  using Items = ForwardItems<Pass, Tile>;
+  static constexpr bool kStaged = STAGED;  // items of bias and mask wait in shared memory
+  using Staged = StagedItems<Pass, Tile>;
+  using Items = Chosen<kStaged, Staged, ForwardItems<Pass, Tile>>;
   using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
   using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
   using Loader = AsyncKeyLoader<KTileLoader, VTileLoader>;
@@ -54,8 +79,15 @@ struct Traits {
 
   static constexpr bool kSinks = kGiven<SINKS>;
   static constexpr bool kDropout = DROPOUT;
+  // Random words of at most 32 keys, drawn between the products of the scores.
+  static constexpr bool kDrawnAhead = DROPOUT && kKeyTiles <= 4 && SixteenRows<KTile>::kPairs > 1;
+  using Drawn = Chosen<kDrawnAhead, DrawnRows<Tile>, NothingDrawn>;
   static constexpr bool kPass = Pass::kNeededInFull;
   static constexpr bool kQShared = Q_SHARED;
+  // Where a row sees all keys of a tile, what is NaN in one score is in the whole row.
+  static constexpr bool kHides = Options::kMask || Modifiers::kMask;
+  // A score_mod is given whole scores.
+  static constexpr bool kSlopes = kGiven<SLOPES>, kByKey = kSlopes && !Modifiers::kScore;
   static constexpr Check kCheck = DEFERRED ? Check::kAfter : Check::kBefore;
 
   static_assert(sizeof(Scalar) == 2, "float16 or bfloat16");
@@ -69,18 +101,25 @@ struct Traits {
 constexpr int kRowsBytes =
     Traits::QTile::kBytes > Traits::OutTile::kBytes ? Traits::QTile::kBytes : Traits::OutTile::kBytes;
 #if Q_SHARED
-struct Smem {
+struct Tiles {
   Traits::Loader::Stage first, second;
   alignas(128) unsigned char rows[kRowsBytes];
 };
 #else
-struct Smem {
+struct Tiles {
   Traits::Loader::Stage first;
   union {
     Traits::Loader::Stage second;
     alignas(128) unsigned char rows[kRowsBytes];
   };
 };
+#endif
+#if STAGED
+struct Smem : Tiles {
+  alignas(256) unsigned char items[WARPS * Traits::Staged::kBytes];
+};
+#else
+using Smem = Tiles;
 #endif
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -100,6 +139,7 @@ struct Cta {
   const AttentionParams& params;
   const KeyWindow& window;
   const Traits::Pass& pass;
+  uint32 items_s;  // the warp's
   TileCoordinates coords;
   float scale_log2;  // of products with Q, not negative
 };
@@ -108,14 +148,21 @@ using TileScores = Scores<Traits::Tile>;
 // One bit for each of a thread's scores.
 using SeenScores = uint32[div_up(Traits::kKeyTiles * Traits::kMTiles * 4, 32)];
 
-// S = Q K^T of the keys at k_s.
-__device__ __forceinline__ void make_scores(TileScores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
+// S = Q K^T of the keys at k_s. between(pair) is called after a pair of chunks; what it returns, 0, is added to the next
+// pair's address.
+struct Nothing {
+  __device__ __forceinline__ uint32 operator()(int) const { return 0; }
+};
+template <typename Between = Nothing>
+__device__ __forceinline__ void make_scores(TileScores& scores, const Warp& warp, const Cta& cta, uint32 k_s,
+                                            Between between = Between()) {
   using Scalar = Traits::Scalar;
   using KTile = Traits::KTile;
+  uint32 nothing = 0;
   clear(scores.s);
 #pragma unroll
   for (int pair = 0; pair < SixteenRows<KTile>::kPairs; pair++) {
-    const uint32 pair_s = cta.k_lane.of_pair(k_s, pair);
+    const uint32 pair_s = cta.k_lane.of_pair(k_s, pair) + nothing;
     if constexpr (Traits::kQShared) {
       uint32 q[Traits::kMTiles][2][2];
       load_pair<Traits::QTile>(q, cta.q_lane.of_pair(warp.q_s, pair));
@@ -123,6 +170,7 @@ __device__ __forceinline__ void make_scores(TileScores& scores, const Warp& warp
     } else {
       add_pair_nt<Scalar, KTile>(scores.s, warp.q, 2 * pair, pair_s);
     }
+    nothing = between(pair);
   }
   if constexpr (SixteenRows<KTile>::kOdd) {
     const uint32 tail_s = cta.k_lane.of_tail(k_s);
@@ -171,37 +219,97 @@ __device__ __forceinline__ Seen seen_of(const Warp& warp, const Cta& cta, const 
   return seen;
 }
 
-// The keys of one softmax, from products to P V.
-template <bool kMasked>
+// On which side of all of the warp's queries the keys of a step are: 1 before them, -1 after them, 0 neither. Also 0
+// for slopes of which 57 keys make a rounding that counts.
+__device__ __forceinline__ float side_of(const Warp& warp, const Cta& cta, int first_key) {
+  constexpr float kMostSlope = 1.f;
+  const int64 distance = warp.first_row + cta.pass.q_offset - first_key;
+  if (!(fabsf(cta.pass.rule.slope) <= kMostSlope)) return 0.f;
+  return distance >= Traits::kStepK - 1 ? 1.f : distance <= 1 - Traits::kWarpRows ? -1.f : 0.f;
+}
+
+// What ALiBi subtracts from all of a thread's scores of a row: the penalty of the thread's first key.
+template <Penalty kPenalty>
+__device__ __forceinline__ auto row_shift(const Warp& warp, const Cta& cta, int first_key) {
+  if constexpr (kPenalty == Penalty::kByKey) {
+    using Tile = Traits::Tile;
+    RowShift<Traits::kMTiles> shift;
+    const int lane_row = Tile::row_of(0, 0, 0);
+    const Distance distance(warp.first_row + lane_row + cta.pass.q_offset - (first_key + Tile::key_of(0, 0, 0)));
+    const float slope_log2 = cta.pass.rule.slope * kLog2E;
+#pragma unroll
+    for (int i = 0; i < Traits::kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        shift.of[i][half] = -slope_log2 * fabsf(distance.plus(Tile::row_of(0, i, 2 * half) - lane_row, 0));
+      }
+    }
+    return shift;
+  } else {
+    return NoShift();
+  }
+}
+
+// The keys of one softmax, from products to P V. `side` is that of keys whose ALiBi is kByKey.
+template <bool kMasked, Penalty kPenalty = Penalty::kOfDistance>
 __device__ __forceinline__ void key_step(Warp& warp, const Cta& cta, uint32 k_s, uint32 v_s, int first_key,
-                                         const Seen& seen) {
+                                         const Seen& seen, float side = 0.f) {
   constexpr bool kPass = kMasked || Traits::kPass;
-  constexpr bool kAfter = !kMasked && Traits::kCheck == Check::kAfter;
+  constexpr Capping kCapping = kMasked || Traits::kHides ? Capping::kEach : Capping::kFours;
+  // Few tiles have ALiBi by distance.
+  constexpr bool kOften = !kMasked && (!Traits::kByKey || kPenalty == Penalty::kByKey);
+  constexpr bool kAfter = kOften && Traits::kCheck == Check::kAfter;
   const float scale = kPass ? kLog2E : cta.scale_log2;
-  Traits::Items items;
+  Traits::Items items(cta.items_s);
   TileScores scores;
   SeenScores bits = {};
   if (Modifiers::kBlocks && seen.partial) cta.pass.ask(bits, scores, warp.first_row, first_key);
   items.template load<kMasked>(cta.pass, warp.first_row, first_key);
-  make_scores(scores, warp, cta, k_s);
-  if (kPass) cta.pass.template apply<kMasked>(scores, warp.first_row, first_key, !Modifiers::kBlocks, items);
+  Traits::Drawn drawn;
+  if constexpr (Traits::kDrawnAhead) {
+    constexpr int kRows = Traits::Drawn::kRows, kCalls = SixteenRows<Traits::KTile>::kPairs - 1;
+    make_scores(scores, warp, cta, k_s, [&](int pair) {
+      uint32 bits = 0;
+#pragma unroll
+      for (int row = 0; row < kRows; row++) {
+        if (row * kCalls / kRows == pair)
+          bits |= drawn.draw(row, cta.params.scores, cta.coords, warp.first_row, first_key);
+      }
+      return bits & cta.params.scores.keep_from >> 17;  // 0, but ptxas does not know: the next product waits for it
+    });
+  } else {
+    make_scores(scores, warp, cta, k_s);
+  }
+  items.wait();
+  const auto pass = [&] {
+    if constexpr (kPass) {
+      cta.pass.template apply<kMasked, kPenalty, kCapping>(scores, warp.first_row, first_key, !Modifiers::kBlocks,
+                                                           items, side * cta.pass.rule.slope);
+    }
+  };
+  pass();
   if (Modifiers::kBlocks && kMasked && seen.partial) cta.pass.hide_unseen(scores, bits);
   if (kMasked && !seen.whole) {
     scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
   }
-  if (!kAfter) warp.softmax.raise(scores.s, scale);
+  const auto shift = row_shift<kPenalty>(warp, cta, first_key);
+  if (!kAfter) warp.softmax.raise(scores.s, scale, shift);
   Traits::Tile::Packed p;
   float sum[Traits::kMTiles][2];
-  warp.softmax.template exponentiate<kAfter>(p, sum, scores.s, scale);
+  warp.softmax.template exponentiate<kAfter>(p, sum, scores.s, scale, shift);
   if (!kAfter) warp.softmax.add(sum);
-  drop_of_call(p, warp, cta, first_key);
+  if constexpr (Traits::kDrawnAhead) {
+    drawn.drop(p, cta.params.scores, first_key);
+  } else {
+    drop_of_call(p, warp, cta, first_key);
+  }
   add_output(warp, cta, p, v_s);
   if (kAfter) {
     if (__builtin_expect(warp.softmax.overflows(sum), false)) {  // a score rose far above the stale maximum
-      items.template load<kMasked>(cta.pass, warp.first_row, first_key);
+      items.template load_again<kMasked>(cta.pass, warp.first_row, first_key);
       make_scores(scores, warp, cta, k_s);
-      if (kPass) cta.pass.template apply<kMasked>(scores, warp.first_row, first_key, !Modifiers::kBlocks, items);
-      warp.softmax.take_back(p, scores.s, scale);
+      pass();
+      warp.softmax.take_back(p, scores.s, scale, shift);
       drop_of_call(p, warp, cta, first_key);
       add_output(warp, cta, p, v_s);
     } else {
@@ -221,9 +329,24 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, uint32 stag
     Seen seen;
     if (kMasked) seen = seen_of(warp, cta, tile, first_key);
     if (!seen.active) continue;
-    key_step<kMasked>(warp, cta, k_s + keys * Traits::KTile::kRowBytes, v_s + keys * Traits::VTile::kRowBytes,
-                      first_key, seen);
+    const uint32 step_k_s = k_s + keys * Traits::KTile::kRowBytes, step_v_s = v_s + keys * Traits::VTile::kRowBytes;
+    if constexpr (!kMasked && Traits::kByKey) {
+      if (const float side = side_of(warp, cta, first_key)) {
+        key_step<false, Penalty::kByKey>(warp, cta, step_k_s, step_v_s, first_key, seen, side);
+        continue;
+      }
+    }
+    key_step<kMasked>(warp, cta, step_k_s, step_v_s, first_key, seen);
   }
+}
+
+// Where the warp's items of bias and mask are.
+__device__ __forceinline__ uint32 items_address(const Smem& smem) {
+#if STAGED
+  return shared_address(smem.items) + warp_index() * Traits::Staged::kBytes;
+#else
+  return 0;
+#endif
 }
 
 // Copy the query rows of the CTA; zeros from `valid_rows` on.
@@ -299,10 +422,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
       negate_queries(rows_s);
       __syncthreads();  // Q: negated
     }
-    if constexpr (!Traits::kQShared) {
-      load_a_fragments<Traits::QTile>(warp.q, rows_s, warp_index() * Traits::kWarpRows);
-      __syncthreads();  // Q: read; the second tile takes its place
-    }
+    if constexpr (!Traits::kQShared) load_a_fragments<Traits::QTile>(warp.q, rows_s, warp_index() * Traits::kWarpRows);
   }
 
   // Phase 3: the loop over the keys, masked tiles first.
@@ -312,12 +432,13 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
                    params,
                    window,
                    pass,
+                   items_address(smem),
                    coords,
                    fabsf(params.scale_log2)};
 #pragma unroll 1
   for (; left > full; left--) {
     cp_async_wait_group<0>();
-    __syncthreads();  // this stage (and Q): written; the next one: read
+    __syncthreads();  // this stage (and Q): written; the next one (and Q in its place): read
     if (left > 1) loader.template copy<true>(next_s, loader.rows(next_tile), window.keys - next_tile * Traits::kTileK);
     cp_async_commit_group();
     if constexpr (Keys::kLooksUp) loader.look_up(loop.after(next_tile));
@@ -330,7 +451,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
 #pragma unroll 1
   for (; left > 0; left--) {
     cp_async_wait_group<0>();
-    __syncthreads();  // this stage (and Q): written; the next one: read
+    __syncthreads();  // this stage (and Q): written; the next one (and Q in its place): read
     next_tile = loop.whole_after(tile);
     if (left > 1) loader.template copy<false>(next_s, loader.rows(next_tile), Traits::kTileK);
     cp_async_commit_group();

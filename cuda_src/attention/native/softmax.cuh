@@ -17,6 +17,21 @@
 
 enum class Check { kBefore, kAfter };
 
+// What a tile's scores lack of those that maxima are kept of: nothing, or a number of each row, in log2.
+struct NoShift {
+  __device__ __forceinline__ static constexpr float from(float m, int, int) { return m; }
+  __device__ __forceinline__ static constexpr float rounded_up(float log2, int, int) { return log2; }
+};
+template <int kMTiles>
+struct RowShift {
+  float of[kMTiles][2];
+
+  __device__ __forceinline__ float from(float m, int i, int half) const { return m - of[i][half]; }
+  __device__ __forceinline__ float rounded_up(float log2, int i, int half) const {
+    return __fadd_ru(log2, of[i][half]);
+  }
+};
+
 // The range of P, by the dtype that a tensor core reads: P = 1 at the stale maximum is stored as 2^kHeadroomLog2, and
 // the largest that pack_clamped leaves is kLargest.
 template <typename Scalar>
@@ -66,19 +81,27 @@ struct NativeSoftmax {
   }
 
   // P = 2^(scale * score - m), packed; `sum` is this thread's part of the tile's row sums.
-  template <bool kClamped, int kNTiles>
+  template <bool kClamped, typename Shift, int kNTiles>
   __device__ __forceinline__ void exponentiate(uint32 (&p)[kNTiles][kMTiles][2], float (&sum)[kMTiles][2],
-                                               const float (&s)[kNTiles][kMTiles][4], float scale) const {
+                                               const float (&s)[kNTiles][kMTiles][4], float scale,
+                                               const Shift& shift) const {
+    float of_m[kMTiles][2];
 #pragma unroll
-    for (int i = 0; i < kMTiles; i++) sum[i][0] = sum[i][1] = 0.f;
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        sum[i][half] = 0.f;
+        of_m[i][half] = shift.from(m[i][half], i, half);
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kNTiles; n++) {
 #pragma unroll
       for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const float x = weight(s[n][i][2 * half], scale, m[i][half]);
-          const float y = weight(s[n][i][2 * half + 1], scale, m[i][half]);
+          const float x = weight(s[n][i][2 * half], scale, of_m[i][half]);
+          const float y = weight(s[n][i][2 * half + 1], scale, of_m[i][half]);
           sum[i][half] += x;
           sum[i][half] += y;
           p[n][i][half] = pack<kClamped>(x, y);
@@ -89,8 +112,9 @@ struct NativeSoftmax {
 
   // Raise each row's maximum to cover the tile, and rescale what was accumulated; unless in all rows of the warp the
   // tile's P fit already, or `always`. `scale` is not negative.
-  template <int kNTiles>
-  __device__ __forceinline__ void raise(const float (&s)[kNTiles][kMTiles][4], float scale, bool always = false) {
+  template <typename Shift, int kNTiles>
+  __device__ __forceinline__ void raise(const float (&s)[kNTiles][kMTiles][4], float scale, const Shift& shift,
+                                        bool always = false) {
     float largest[kMTiles][2];  // of this thread's scores
     bool fits = true;
 #pragma unroll
@@ -102,7 +126,7 @@ struct NativeSoftmax {
         for (int n = 0; n < kNTiles; n++) {
           largest[i][half] = fmaxf(largest[i][half], fmaxf(s[n][i][2 * half], s[n][i][2 * half + 1]));
         }
-        fits = fits && __fmaf_rn(largest[i][half], scale, -m[i][half]) <= Range::kMostLog2;
+        fits = fits && __fmaf_rn(largest[i][half], scale, -shift.from(m[i][half], i, half)) <= Range::kMostLog2;
       }
     }
     if (!always && __all_sync(kFullWarp, fits)) return;
@@ -112,8 +136,8 @@ struct NativeSoftmax {
       for (int half = 0; half < 2; half++) {
         const float old_m = m[i][half];
         // Rounded up: of a maximum of -1e10 the rounding is hundreds, and below it P would overflow.
-        const float top = __fmaf_ru(warp_reduce<Max, 4>(largest[i][half]), scale, -kHeadroomLog2);
-        m[i][half] = fmaxf(old_m, top);
+        const float top = shift.rounded_up(__fmaf_ru(largest[i][half], scale, -kHeadroomLog2), i, half);
+        m[i][half] = fmaxf(old_m, warp_reduce<Max, 4>(top));
         const float shrink = ex2_approx(old_m - m[i][half]);
         l[i][half] *= shrink;
 #pragma unroll
@@ -142,29 +166,30 @@ struct NativeSoftmax {
   }
 
   // After P V of clamped P: raise the maximum, add the tile's sums, and return in `p` what the clamp took.
-  template <int kNTiles>
+  template <typename Shift, int kNTiles>
   __device__ __forceinline__ void take_back(uint32 (&p)[kNTiles][kMTiles][2], const float (&s)[kNTiles][kMTiles][4],
-                                            float scale) {
+                                            float scale, const Shift& shift) {
     float old_m[kMTiles][2];
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
       old_m[i][0] = m[i][0];
       old_m[i][1] = m[i][1];
     }
-    raise(s, scale, /*always=*/true);
+    raise(s, scale, shift, /*always=*/true);
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float clamped = Range::kLargest * ex2_approx(old_m[i][half] - m[i][half]);
+        const float old_of_m = shift.from(old_m[i][half], i, half), of_m = shift.from(m[i][half], i, half);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
           float taken[2];
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            const float score = s[n][i][2 * half + e], x = weight(score, scale, m[i][half]);
+            const float score = s[n][i][2 * half + e], x = weight(score, scale, of_m);
             l[i][half] += x;
-            taken[e] = weight(score, scale, old_m[i][half]) > Range::kLargest ? x - clamped : 0.f;
+            taken[e] = weight(score, scale, old_of_m) > Range::kLargest ? x - clamped : 0.f;
           }
           p[n][i][half] = pack<false>(taken[0], taken[1]);
         }

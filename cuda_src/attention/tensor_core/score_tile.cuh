@@ -118,6 +118,17 @@ struct Scores {
         [&](int n, int i, int half) { body(&s[n][i][2 * half], Tile::row_of(n, i, 2 * half), Tile::key_of(n, i, 0)); });
   }
 
+  // body(four) for every four scores of a row in neighbouring n8 tiles.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_four(Body body) {
+    static_assert(Tile::kNTiles % 2 == 0, "two n8 tiles at a time");
+    Tile::for_each_pair_by_row([&](int n, int i, int half) {
+      if (n % 2) return;
+      float* four[4] = {&s[n][i][2 * half], &s[n][i][2 * half + 1], &s[n + 1][i][2 * half], &s[n + 1][i][2 * half + 1]};
+      body(four);
+    });
+  }
+
   __device__ __forceinline__ static int lane_row() { return Tile::row_of(0, 0, 0); }
   __device__ __forceinline__ static int lane_key() { return Tile::key_of(0, 0, 0); }
 

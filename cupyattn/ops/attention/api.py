@@ -152,7 +152,7 @@ def attention(
     causal : bool
         Keep only keys ``j <= i + q_offset`` for query i.
     softmax_scale : float, optional
-        Factor of the scores; ``D ** -0.5`` by default.
+        Factor of the scores, at most 1e26; ``D ** -0.5`` by default.
     window_size : (left, right), optional
         Keep only keys ``i + q_offset - left <= j <= i + q_offset + right``; None on a side is
         unbounded.
@@ -267,8 +267,9 @@ def attention(
     its row is meaningless in float32: kernels give zeros and a lse of -inf from about -1e10 on,
     NumPy arrays the softmax of the bias. "flash" does not distinguish scores above 1e8, and may
     give such zeros for them too. On tensor cores sums of bfloat16 values of v beyond 1e28 may
-    overflow. On a GPU a seqused_k outside of 0 to Sk is clamped; on NumPy arrays it is an error. A
-    call runs on the current stream of its arrays' device and does not synchronise.
+    overflow, and an infinity in v may give NaN. On a GPU a seqused_k outside of 0 to Sk is clamped;
+    on NumPy arrays it is an error. A call runs on the current stream of its arrays' device and does
+    not synchronise.
 
     With ``accumulator="float16"`` each sum of a tile of n keys is rounded n / 8 times, by 2**-11 of
     its terms' absolute values, and weights below 2**-16 of the row's largest (2**-18 with tiles of

@@ -146,7 +146,7 @@ def paged_attention(
     causal : bool
         Keep only keys up to the query's own position; with one query token that is all.
     softmax_scale : float, optional
-        Factor of the scores; ``D ** -0.5`` by default.
+        Factor of the scores, at most 1e26; ``D ** -0.5`` by default.
     window_size : (left, right), optional
         Keep only keys from ``left`` before a query's position to ``right`` after it; None on a
         side is unbounded. Blocks that are outside of all queries' windows are not read.

@@ -23,7 +23,8 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
 
 - ds is the error of a score: the dot product (D terms, the scale, its conversion to base 2), the
   roundings of the sums with bias and ALiBi (magnitude is the sum of the absolute values of
-  softcapped score, bias and ALiBi, and at least |sink|), and the softcap, whose slope is at most 1.
+  softcapped score, bias and ALiBi, and at least |sink|; native kernels may add ALiBi of a tile's
+  first key to that of the difference), and the softcap, whose slope is at most 1.
   Only keys (and a sink) whose P can reach 2**-126 within that error count: the rest weighs nothing
   in float32, so that a bias of -1e4 or the float's least, as masks often are written, does not
   blunt the bound of its row.
@@ -103,9 +104,9 @@ from cupyattn.ops.attention.reference.scores import (
 from cupyattn.ops.rope.reference import pairs_of
 from cupyattn.runtime.precision import TINY32, U32, Float64, Precision, precision_of
 
-# tanh as 1 - 2 / (1 + exp(2 x)): the exponential's and the reciprocal's errors, a few u32. Not
-# tanh.approx, whose 2**-11 is 0.024 in a score of softcap 50.
-EPS_TANH = 8 * U32
+# tanh as 1 - 2 / (1 + exp(2 x)): the errors of the exponential and of a reciprocal, which four
+# scores may share. Not tanh.approx, whose 2**-11 is 0.024 in a score of softcap 50.
+EPS_TANH = 16 * U32
 ROTATION = 8 * U32
 _STALE = 16 * float(np.log(2))  # kMostLog2 in cuda_src/attention/native/softmax.cuh
 
@@ -155,6 +156,7 @@ class ScoreErrors:
         reach, softcap = abs(blocks.scale) * (q @ k.T), (blocks.softcap or 0.0) * EPS_TANH
         error = exponent_error(dot * reach + U32 * magnitude + softcap, lse)
         weighs = ~(block.scores - _finite(lse)[:, None] + error < np.log(TINY32))  # a NaN does
+        weighs &= ~block.hidden
         return cls(
             q=q,
             k=k,
@@ -252,6 +254,9 @@ def attention_bound(
             magnitude = errors.magnitude.max(axis=-1, initial=0.0)
             if sink is not None:
                 magnitude = np.maximum(magnitude, sink_magnitude(sink, block_lse))
+            if native and blocks.alibi_slopes is not None:  # five roundings, and 57 keys apart
+                slopes = np.broadcast_to(blocks.alibi_slopes, blocks.full_shape[:2])
+                magnitude = 3 * magnitude + 5 * 57 * min(abs(float(slopes[block.b, block.h])), 1.0)
             ds = errors.dot * reach + U32 * magnitude + errors.softcap
             sums = (keys + 8 * tiles) * U32
             lost = ds > 0.5

@@ -507,11 +507,18 @@ def _tensor_core_configuration(
 def _native_configuration(
     problem: AttentionProblem, laid: AttentionArrays[Layout], traits: DeviceTraits
 ) -> tuple[NativeConfig, FlashOptions, int]:
-    """Return the configuration from sm_80 on, its options, and the items of a load."""
+    """Return the configuration from sm_80 on, its options, and the items of a load.
+
+    Dense calls that take the plain table's configuration get what was chosen for the device.
+    """
     dims = problem.head_dim, problem.head_dim_v
     together = 2 if problem.options.dropout_p else 4  # a Philox call serves pairs of keys
     options = flash_options(problem, together)
     row = native.flash_row(traits.arch, *dims, options)
+    among = native.admissible_rows(traits.arch, *dims)
+    (name, plain), *_ = among.items()
+    if not problem.packed and row is plain:
+        row = traits.choices.pick(native.KERNEL.entry, dims, among, usual=name)
     require_near_rows(problem, ("k", "v"), row.tile_k)
     vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, ("q", "k", "v", "out"))
     return row, options, vec

@@ -211,12 +211,13 @@ def _native_steps(
     choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
 ) -> list[Step]:
     problem, options = choice.problem, choice.options
+    row: Any = choice.configuration
     shape = traits.arch, problem.dtype.name, problem.head_dim, problem.head_dim_v, choice.vec
     if choice.splits > 1:
-        kernel = native.flash(*shape, options._replace(sinks="void"), native.SPLIT)
+        kernel = native.flash(*shape, options._replace(sinks="void"), native.SPLIT, row)
         return _split_steps(choice, planner, kernel)
     spec = native.VARLEN if problem.packed else native.KERNEL
-    return _whole_steps(choice, planner, native.flash(*shape, options, spec))
+    return _whole_steps(choice, planner, native.flash(*shape, options, spec, row))
 
 
 _STEPS: Mapping[str, Any] = {

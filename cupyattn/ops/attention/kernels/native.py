@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.modifiers import modified
 from cupyattn.ops.attention.kernels.options import (
@@ -42,8 +44,8 @@ class NativeConfig:
     """Whether Q stays in shared memory."""
     deferred: bool = False
     """Whether P is clamped and checked after P V, instead of scores before the exponentials."""
-    sharing: int = 1
-    """Warps that share rows, each with its own columns: 4 in forward_wide.cuh, elsewhere 1."""
+    staged: bool = False
+    """Whether items that are read four at a time wait in shared memory, instead of registers."""
 
     @property
     def tile_q(self) -> int:
@@ -55,14 +57,18 @@ class NativeConfig:
         """Query rows per warp."""
         return self.m_tiles * 16
 
-    def shared_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Return the bytes of both stages and of Q or the output (Smem in forward.cuh)."""
-        if self.sharing > 1:
-            return wide_shared_bytes(self, head_dim, head_dim_v, key_places=2)
+    def shared_bytes(self, head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) -> int:
+        """Return the bytes of both stages, Q or the output, and items (Smem in forward.cuh)."""
         k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2
         stage = self.tile_k * (k_row + v_row)
         rows = self.tile_q * max(k_row, v_row)
-        return stage + (stage + rows if self.q_shared else max(stage, rows))
+        item_bytes = 0
+        if self.staged and options.bias_vec == 4:
+            item_bytes += np.dtype(options.bias).itemsize
+        if self.staged and options.mask_vec == 4:
+            item_bytes += 1
+        items = self.tile_q * (self.tile_k // self.steps) * item_bytes
+        return round_up(stage + (stage + rows if self.q_shared else max(stage, rows)), 256) + items
 
 
 # The first row whose head dim is not below max(D, Dv). Two warps of each scheduler are what their
@@ -187,6 +193,16 @@ def flash_row(
     return rows[limit_of(rows, head_dim, head_dim_v)]
 
 
+def admissible_rows(arch: int, head_dim: int, head_dim_v: int) -> dict[str, NativeConfig]:
+    """Return the plain rows with room for these head dims, by the head dim that each is made for.
+
+    The first is the usual one.
+    """
+    rows = rows_for(NATIVE, arch)
+    least = limit_of(rows, head_dim, head_dim_v)
+    return {str(limit): row for limit, row in rows.items() if limit >= least}
+
+
 _QUADS = (
     FlashOptions(bias="float16", bias_vec=4),
     FlashOptions(bias="float32", bias_vec=4),
@@ -227,7 +243,7 @@ def flash(
     row = row or flash_row(arch, head_dim, head_dim_v, options)
     return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
-        shared_bytes=row.shared_bytes(head_dim, head_dim_v),
+        shared_bytes=row.shared_bytes(head_dim, head_dim_v, options),
         reason=row.reason,
         DTYPE=dtype,
         HEAD_DIM=head_dim,
@@ -238,6 +254,7 @@ def flash(
         STEPS=row.steps,
         Q_SHARED=int(row.q_shared),
         DEFERRED=cpp_bool(row.deferred),
+        STAGED=int(row.staged),
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=16,
