@@ -20,7 +20,36 @@
 // Barriers  one per key tile, and one before the output.
 // Edges     as tensor_core/forward.cu. A query with a NaN or an infinity has scale NaN, and so has a key: every score of
 //           it is NaN. Rows of zeros have codes 0.
+//
+// The same for caches of codes and values in blocks (paged_attention): which struct of parameters the kernel takes
+// decides. Shapes are then those of tensor_core/forward_paged.cu, with codes (num_blocks, block_size, G, D), scales
+// (num_blocks, block_size, G) and one centre (G, D) for all blocks, since sequences share them.
 #include "forward.cuh"
+
+#if defined(PAGED_PARAMS_BYTES)
+extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
+    attention_forward_int8_paged(const float16* q_g, const signed char* k_cache_g, const float* k_scales_g,
+                                 const float* k_centre_g, const float16* v_cache_g, const int* block_table_g,
+                                 const void* seqlens_k_g, const void* cu_seqlens_q_g, const void* alibi_slopes_g,
+                                 const void* sinks_g, float16* out_g, float* lse_g, const PagedParams params,
+                                 const QuantizedKeysParams quantized) {
+  TileCoordinates coords;
+  if (!coordinates_of_cta(coords, params, cu_seqlens_q_g, Traits::kTileQ)) return;
+  const AttentionParams& attention = params.attention;
+  const int64 q_offset = query_offset(params, seqlens_k_g, coords);
+  const KeyWindow window(q_offset, attention.left, attention.right, keys_in_use(attention, seqlens_k_g, coords.batch));
+  const int rows = min(Traits::kTileQ, coords.sq - coords.first_row);
+  using Loader = QuantizedBlockLoader<Traits::KTileLoader, Traits::VTileLoader>;
+  const auto make_loader = [&](const LoopTiles& tiles) {
+    const typename Loader::Groups groups(params, block_table_g, coords, window, rows);
+    return Loader(attention, quantized, groups, coords, k_cache_g, k_scales_g, v_cache_g, tiles);
+  };
+  attend(attention,
+         {q_g, k_centre_g + coords.kv_head * quantized.centre_head, out_g, lse_g, nullptr, nullptr, alibi_slopes_g,
+          sinks_g},
+         coords, window, q_offset, make_loader);
+}
+#else
 #include "../sequences.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
@@ -45,3 +74,4 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   attend(attention, {q_g, centre_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers}, coords, own.window(),
          own.q_offset(), make_loader);
 }
+#endif
