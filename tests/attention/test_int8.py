@@ -268,6 +268,56 @@ def test_packed_sequences_within_bounds(problem: VarlenProblem):
     assert packed.ratio(*map(KERNELS.get, results)) <= 1
 
 
+@examples(5, deep=40)
+@given(
+    problem=attention_problems(
+        head_dims=wider([(64, 64)], [(24, 24), (96, 96), (128, 128), (256, 256)]),
+        dtypes=("float16",),
+        options=("causal", "softmax_scale", "window_size"),
+        option_sets=wider([{}], [{"sinks": "own", "softcap": "", "alibi_slopes": "float32"}]),
+        largest=LONGEST,
+        **FRUGAL,
+    ),
+    block_size=st.sampled_from([16, 48]),
+    packed=st.booleans(),
+)
+def test_paged_caches_within_bounds(problem: AttentionCase, block_size: int, packed: bool):
+    q, k, v = problem.arrays()
+    batch, length = k.shape[:2]
+    rng = np.random.default_rng(problem.seed)
+    columns = -(-max(length, 1) // block_size)
+    lengths = rng.integers(0, length + 1, batch, dtype=np.int32)
+    table = rng.permutation(batch * columns + 1)[: batch * columns].reshape(batch, columns)
+    pools = [np.full((batch * columns + 1, block_size, *x.shape[2:]), 7, x.dtype) for x in (k, v)]
+    for b, own in enumerate(lengths):
+        for at in range(own):
+            slot = table[b, at // block_size], at % block_size
+            pools[0][slot], pools[1][slot] = k[b, at], v[b, at]
+    centre = rng.standard_normal(k.shape[2:]).astype(np.float32)
+    cache = QuantizedKeys(*quantize_keys(pools[0], centre), centre)
+    arrays = q, cache, pools[1], table.astype(np.int32), lengths
+    keys = QuantizedKeys(*quantize_keys(k, centre), centre)
+    options = problem.keywords()
+    exact, bounds = exact_and_bounds(q, keys, v, {**options, "seqused_k": lengths})
+    if packed:
+        rows = (batch * q.shape[1], *q.shape[2:])
+        arrays = q.reshape(rows), *arrays[1:]
+        counts = np.arange(batch + 1, dtype=np.int32) * q.shape[1]
+        options |= {"cu_seqlens_q": counts, "max_seqlen_q": q.shape[1]}
+        exact, bounds = (
+            (out.reshape(rows), lse.swapaxes(0, 1).reshape(q.shape[2], -1))
+            for out, lse in (exact, bounds)
+        )
+    placed_options = {name: placed(KERNELS, value) for name, value in options.items()}
+    q_given, _, *others = arrays
+    on_device = KERNELS.put(q_given), placed_keys(cache), *map(KERNELS.put, others)
+    results = cupyattn.paged_attention(*on_device, return_lse=True, **placed_options)
+    in_numpy = cupyattn.paged_attention(*arrays, return_lse=True, **options)
+    for found in (tuple(map(KERNELS.get, results)), in_numpy):
+        ratios = [reference.error_ratio(*each) for each in zip(found, exact, bounds, strict=True)]
+        assert max(ratios) <= 1, ratios
+
+
 def data_of(kind: str, seed: int, head_dim: int) -> tuple[np.ndarray, ...]:
     """Return q, k and v with the features of real models: (1, 48, 1, D), (1, 400, 1, D)."""
     rng = np.random.default_rng(seed)

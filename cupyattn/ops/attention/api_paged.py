@@ -10,7 +10,8 @@ from cupyattn.ops.attention import cpu, reference
 from cupyattn.ops.attention.api import rounded_results
 from cupyattn.ops.attention.merge import MergeArrays, merge_problem, run_merge
 from cupyattn.ops.attention.paged import TABLE_FIXES, PagedProblem, paged_forward, paged_problem
-from cupyattn.ops.attention.problem import FORWARD_FIXES, PagedArrays
+from cupyattn.ops.attention.problem import FORWARD_FIXES, PagedArrays, QuantizedPagedArrays
+from cupyattn.ops.attention.quantized_keys import QuantizedKeys
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, integer, require_bool
@@ -43,7 +44,7 @@ class PagedKeywords(TypedDict, total=False):
 @overload
 def paged_attention(
     q: Array,
-    k_cache: Array,
+    k_cache: Array | QuantizedKeys,
     v_cache: Array,
     block_table: Array,
     seqlens_k: Array,
@@ -58,7 +59,7 @@ def paged_attention(
 @overload
 def paged_attention(
     q: Array,
-    k_cache: Array,
+    k_cache: Array | QuantizedKeys,
     v_cache: Array,
     block_table: Array,
     seqlens_k: Array,
@@ -73,7 +74,7 @@ def paged_attention(
 @overload
 def paged_attention(
     q: Array,
-    k_cache: Array,
+    k_cache: Array | QuantizedKeys,
     v_cache: Array,
     block_table: Array,
     seqlens_k: Array,
@@ -87,7 +88,7 @@ def paged_attention(
 
 def paged_attention(
     q: Array,
-    k_cache: Array,
+    k_cache: Array | QuantizedKeys,
     v_cache: Array,
     block_table: Array,
     seqlens_k: Array,
@@ -124,7 +125,9 @@ def paged_attention(
         The pools of blocks. block_size is any multiple of 16. Slots that hold no token of a
         sequence may hold anything, NaN too. They have q's dtype, or are integers: int8, or uint8
         (num_blocks, block_size, G, D / 2) with two items of 4 bits in a byte, of which item 2 i is
-        the low nibble of byte i, and 8 is added to each.
+        the low nibble of byte i, and 8 is added to each. k_cache may be QuantizedKeys too, with a
+        centre (G, D), as in `attention` with ``implementation="int8"``: q and v_cache are then
+        float16, and the kernel of many queries runs for any number of them.
     block_table : int32 array (B, max_blocks)
         The blocks of each sequence: token j is in slot ``j % block_size`` of block
         ``block_table[b, j // block_size]``. Entries after a sequence's last block are not read,
@@ -249,11 +252,17 @@ def paged_attention(
         )
     require_bool("return_lse", return_lse)
     given = named_out(out, ("out", "lse") if return_lse else ("out",))
-    arrays: PagedArrays[Any] = PagedArrays(  # by position: names take twice the time
+    kind: Any = PagedArrays
+    pieces: tuple[Array, ...] = ()
+    if isinstance(k_cache, QuantizedKeys):
+        _require_no_scales(k_scales, v_scales)
+        kind, pieces, k_scales = QuantizedPagedArrays, (k_cache.centre,), k_cache.scales
+        k_cache = k_cache.codes
+    arrays: PagedArrays[Any] = kind(  # by position: names take twice the time
         *(q, k_cache, v_cache, seqlens_k, None, None, alibi_slopes, sinks),  # no mask, no bias
         *(given.get("out"), given.get("lse"), workspace, cu_seqlens_q),
         *(None, None, None, None, None),  # no cu_seqlens_k, offsets, rotary tables or tiles
-        *(block_table, k_scales, v_scales),
+        *(block_table, k_scales, v_scales, *pieces),
     )
     operands = adopt(arrays, _FIXES)
     options = (causal, softmax_scale, window_size, softcap)
@@ -266,19 +275,30 @@ def paged_attention(
     return (arrays.out, arrays.lse) if return_lse else arrays.out
 
 
+def _require_no_scales(k_scales: Any, v_scales: Any) -> None:
+    if k_scales is not None or v_scales is not None:
+        raise error(
+            ValueError,
+            f"{'v_scales' if k_scales is None else 'k_scales'} was given with QuantizedKeys",
+            "they have their own scales, and v_cache is float16",
+            "leave it out",
+        )
+
+
 def _on_cpu(problem: PagedProblem, arrays: PagedArrays[NDArray[Any]]) -> tuple[Array, Array]:
     bounds, options = arrays.cu_seqlens_q, problem.options
     assert arrays.block_table is not None
     assert arrays.seqused_k is not None
+    quantised = isinstance(arrays, QuantizedPagedArrays)
     out, lse = reference.paged_attention(
-        *(arrays.q, arrays.k, arrays.v, arrays.block_table, arrays.seqused_k),
+        *(*cpu.operands(arrays), arrays.block_table, arrays.seqused_k),
         cu_seqlens_q=bounds,
         softmax_scale=options.softmax_scale,
         window_size=options.window_size,
         softcap=options.softcap,
         alibi_slopes=arrays.alibi_slopes,
         sinks=arrays.sinks,
-        k_scales=arrays.k_scales,
+        k_scales=None if quantised else arrays.k_scales,
         v_scales=arrays.v_scales,
         attend=cpu.attention,
     )

@@ -195,7 +195,7 @@ def _choose_int8(
     problem: AttentionProblem, outputs: Outputs, traits: DeviceTraits
 ) -> ForwardChoice:
     """Choose the kernel over int8 keys, or raise NotImplementedError for what it does not have."""
-    _require_int8_kernel(problem, traits)
+    require_int8_kernel(problem, traits)
     laid = with_results(problem, outputs)
     options = flash_options(problem, 2)
     row = int8.int8_row(problem.head_dim, problem.head_dim_v, options, problem.options.accumulator)
@@ -215,7 +215,8 @@ _INT8_REASONS = (
 )
 
 
-def _require_int8_kernel(problem: AttentionProblem, traits: DeviceTraits) -> None:
+def require_int8_kernel(problem: AttentionProblem, traits: DeviceTraits) -> None:
+    """Raise NotImplementedError for what the kernel over int8 keys does not have."""
     refused = {
         f"head dim D = {problem.head_dim} of int8 keys": problem.head_dim % int8.HEAD_DIM_STEP
         and "the kernel loads codes two at a time: D is even",

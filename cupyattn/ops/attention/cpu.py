@@ -19,7 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyattn.ops.attention import reference
-from cupyattn.ops.attention.problem import AttentionArrays, QuantizedKeyArrays
+from cupyattn.ops.attention.problem import (
+    AttentionArrays,
+    QuantizedKeyArrays,
+    QuantizedPagedArrays,
+)
 from cupyattn.ops.attention.reference.quantised import quantised_operands
 from cupyattn.ops.attention.reference.scores import ScoreBlocks
 from cupyattn.ops.rope.reference import rotate
@@ -63,7 +67,7 @@ def attention(
 def operands(arrays: AttentionArrays[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
     """Return q, k and v of a call; of int8 keys the floats whose products the kernel has."""
     q, k, v = arrays.q, arrays.k, arrays.v
-    if not isinstance(arrays, QuantizedKeyArrays):
+    if not isinstance(arrays, (QuantizedKeyArrays, QuantizedPagedArrays)):
         return q, k, v
     pieces: Any = arrays.k_scales, arrays.k_centre, arrays.cu_seqlens_k
     return (*(x.astype(np.float32) for x in quantised_operands(q, k, *pieces)), v)

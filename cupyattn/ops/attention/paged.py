@@ -17,13 +17,10 @@ from cupyattn.ops.attention.checks import (
     require_heads_options,
 )
 from cupyattn.ops.attention.choice import (
-    HALF_SUMS,
+    ARITHMETIC,
     MAX_QUERIES,
-    arithmetic,
     interleaving,
-    kernels_of,
-    require_half_sum_kernels,
-    takes_head_dims,
+    require_int8_kernel,
 )
 from cupyattn.ops.attention.decode import (
     DECODE_ARITHMETIC,
@@ -32,7 +29,7 @@ from cupyattn.ops.attention.decode import (
     shared_keys_steps,
     units_of,
 )
-from cupyattn.ops.attention.kernels import decode, float32, native, tensor_core
+from cupyattn.ops.attention.kernels import decode, float32, int8, native, tensor_core
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS, cache_bits
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.ops.attention.params import (
@@ -41,16 +38,19 @@ from cupyattn.ops.attention.params import (
     batch_integers,
     interleaved,
     item_strides,
+    quantized_keys_params,
     require_aligned_items,
     require_lengths,
     rows_start_at,
     score_options,
     step_of,
+    whole_vectors,
 )
 from cupyattn.ops.attention.problem import (
     FORWARD_RESULTS,
     AttentionProblem,
     PagedArrays,
+    QuantizedPagedArrays,
     as_batch,
     forward_outputs,
     require_results,
@@ -120,11 +120,11 @@ def paged_problem(
     """
     window = options[AttentionOptions._fields.index("window_size")]
     sides = (*map(type, window),) if isinstance(window, tuple) else None
+    kind = type(operands.arrays)
     try:
-        problem = _checked(operands.description, sides, max_seqlen_q, accumulator, *options)
+        problem = _checked(kind, operands.description, sides, max_seqlen_q, *options)
     except TypeError:  # perhaps of an option without a hash, of which its check says more
-        given = sides, max_seqlen_q, accumulator, *options
-        problem = _checked.__wrapped__(operands.description, *given)
+        problem = _checked.__wrapped__(kind, operands.description, sides, max_seqlen_q, *options)
     if checks_values(operands):
         _check_values(problem, operands.arrays)
     problem.overlaps.check(operands)
@@ -133,24 +133,21 @@ def paged_problem(
 
 @lru_cache(maxsize=4096, typed=True)
 def _checked(
-    description: Description, _: Any, max_seqlen_q: Any, accumulator: Any, *options: Any
+    kind: Any, description: Description, _: Any, max_seqlen_q: Any, *options: Any
 ) -> PagedProblem:
-    given = layouts_of(PagedArrays[Layout], description)
+    given = layouts_of(kind, description)
     layouts = {given.SHOWN_AS.get(n, n): layout for n, layout in given_of(given).items()}
     require_arrays(layouts, ("q", "k_cache", "v_cache", "block_table", "seqlens_k"))
     q, k, v = layouts["q"], layouts["k_cache"], layouts["v_cache"]
     table, seqlens = layouts["block_table"], layouts["seqlens_k"]
     packed = "cu_seqlens_q" in layouts
-    require_dtype("q", q, CPU_FLOATS)
     require_rank("q", q, "total H D" if packed else "B Sq H D")
     for name in ("k_cache", "v_cache"):
-        require_dtype(name, layouts[name], (*CPU_FLOATS, *INTEGER_BITS))
         require_rank(name, layouts[name], "num_blocks block_size G D")
     for name in ("q", "k_cache", "v_cache"):
         require_contiguous_rows(name, layouts[name])
-    require_same_dtype(layouts, ("k_cache", "v_cache"))
-    if k.dtype.name not in INTEGER_BITS:
-        require_same_dtype(layouts, ("q", "k_cache", "v_cache"))
+    quantised = isinstance(given, QuantizedPagedArrays)
+    _require_cache_dtypes(layouts, quantised)
     *_, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k.shape
     batch, sq, *_ = q.shape
@@ -159,7 +156,8 @@ def _checked(
         batch, of = require_bounds("cu_seqlens_q", layouts["cu_seqlens_q"]), "cu_seqlens_q"
         sq = checked_longest("max_seqlen_q", max_seqlen_q, q)
     _require_caches(q, k, v)
-    _require_scales(layouts)
+    if not quantised:
+        _require_scales(layouts)
     require_dtype("block_table", table, ("int32",))
     require_rank("block_table", table, "B max_blocks")
     require_shape("block_table", table, (batch, table.shape[1]), f"(B, max_blocks) with {of}'s B")
@@ -185,8 +183,8 @@ def _checked(
         dtype=q.dtype,
         given=given,
         layouts=replace(given, **placed),
-        starts=starts_of(PagedArrays[int], description),
-        options=checked.checked(head_dim),
+        starts=starts_of(kind, description),
+        options=AttentionOptions(*options).checked(head_dim),
         overlaps=Overlaps.of(given, (*FORWARD_RESULTS, "workspace")),
         num_blocks=num_blocks,
         block_size=block_size,
@@ -197,6 +195,29 @@ def _checked(
     if given.workspace is not None:
         require_workspace(given.workspace)
     return problem
+
+
+def _require_cache_dtypes(layouts: dict[str, Layout], quantised: bool) -> None:
+    """Raise unless q and the caches have dtypes that go together."""
+    q, k, v = "q", "k_cache", "v_cache"
+    if quantised:
+        for name in (q, v):
+            fix = "convert it, or pass a cache of keys in q's dtype"
+            require_dtype(name, layouts[name], ("float16",), fix)
+        if len(layouts["k_cache.centre"].shape) == 3:
+            raise error(
+                ValueError,
+                f"k_cache.centre has shape {layouts['k_cache.centre'].shape}",
+                "sequences share the blocks of a cache, so it has one centre: (G, D)",
+                "quantise the keys of all sequences with one centre",
+            )
+        return
+    require_dtype(q, layouts[q], CPU_FLOATS)
+    for name in (k, v):
+        require_dtype(name, layouts[name], (*CPU_FLOATS, *INTEGER_BITS))
+    require_same_dtype(layouts, (k, v))
+    if layouts[k].dtype.name not in INTEGER_BITS:
+        require_same_dtype(layouts, (q, k, v))
 
 
 def _require_caches(q: Layout, k: Layout, v: Layout) -> None:
@@ -332,7 +353,7 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     require_lengths(problem)
     require_aligned_items(problem)
     outputs = forward_outputs(problem, return_lse)
-    planner = Planner(PagedArrays, problem.given, outputs)
+    planner = Planner(type(problem.given), problem.given, outputs)
     planner.slots.q_offset = planner.slots.seqused_k  # it decides where queries are
     laid = with_results(problem, outputs)
     dtype = problem.dtype.name
@@ -375,6 +396,8 @@ def _choose(problem: PagedProblem) -> tuple[bool, str]:
         For caches of such strides with packed queries.
     """
     layouts = problem.layouts
+    if isinstance(layouts, QuantizedPagedArrays):
+        return False, "int8 keys have the kernel of a forward for any number of queries"
     few, has = problem.sq <= MAX_QUERIES, has_prefill(problem)
     if problem.packed and not has:
         caches = {"k_cache": layouts.k, "v_cache": layouts.v}
@@ -451,11 +474,27 @@ def _prefill_step(
     traits: DeviceTraits,
 ) -> Step:
     """Return the launch of the forward kernel, whose keys come from blocks."""
-    kernel, tile_q = _prefill_kernel(problem, laid, traits)
+    more: tuple[Any, ...] = ()
+    if isinstance(problem.layouts, QuantizedPagedArrays):
+        kernel, tile_q = _int8_kernel(problem, laid, traits)
+        more = (quantized_keys_params(problem),)
+    else:
+        kernel, tile_q = _prefill_kernel(problem, laid, traits)
     slots = planner.slots
     places = {"k_cache": slots.k, "v_cache": slots.v, "seqlens_k": slots.seqused_k}
     ctas = problem.heads * problem.query_tiles(tile_q)
-    return step_of(kernel, ctas, slots, _prefill_params(problem, laid), **places)
+    return step_of(kernel, ctas, slots, _prefill_params(problem, laid), *more, **places)
+
+
+def _int8_kernel(
+    problem: PagedProblem, laid: PagedArrays[Layout], traits: DeviceTraits
+) -> tuple[Specialisation, int]:
+    """Choose the kernel over int8 keys, and say its query rows."""
+    require_int8_kernel(problem, traits)
+    dim, options = problem.head_dim, score_options(problem)
+    vec = whole_vectors(vector_items("float16"), problem, laid, ("q", "v", "out"))
+    row = int8.paged_row(dim, options)
+    return int8.flash(dim, dim, vec, options, int8.PAGED, row), row.tile_q
 
 
 def _family_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> str:
@@ -520,9 +559,10 @@ def _prefill_params(problem: PagedProblem, laid: PagedArrays[Layout]) -> Any:
         )
     groups = problem.block_size // _GROUP_KEYS
     shift = (groups - 1).bit_length()
-    units = _units(problem, "k_cache", laid.k)
-    scales = filled(SCALE_LAYOUT)
-    if laid.k_scales is not None:
+    quantised = isinstance(laid, QuantizedPagedArrays)  # places of int8 keys are not in units
+    units = (0, 0, 0) if quantised else _units(problem, "k_cache", laid.k)
+    scales = filled(SCALE_LAYOUT, block_groups=groups)
+    if laid.k_scales is not None and not quantised:
         _, token, head = laid.k_scales.strides
         of_scales = _units(problem, "k_scales", laid.k_scales)
         scales = filled(SCALE_LAYOUT, head=head, token=token, block_groups=groups, units=of_scales)

@@ -143,6 +143,17 @@ class PagedArrays(WholeAttentionArrays[T]):
     )
 
 
+@dataclass(slots=True)
+class QuantizedPagedArrays(PagedArrays[T]):
+    """The arrays of one call over a paged cache whose keys are `QuantizedKeys`: k are the codes."""
+
+    k_centre: T | None = None
+
+    SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**PagedArrays.SHOWN_AS, "k_centre": "k_cache.centre"}
+    )
+
+
 ROWS_OF_QUERIES = frozenset({"q", "out", "lse", "dout", "dlse", "dq"})
 ROWS_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 _PACKED = ROWS_OF_QUERIES | ROWS_OF_KEYS | {"k_scales"}
@@ -178,11 +189,6 @@ class AttentionProblem:
     def packed(self) -> bool:
         """Whether the sequences are packed: q is (total, H, D)."""
         return self.given.cu_seqlens_q is not None
-
-    @property
-    def quantised(self) -> bool:
-        """Whether keys are int8, with scales and a centre."""
-        return isinstance(self.layouts, QuantizedKeyArrays)
 
     @property
     def total_q(self) -> int:

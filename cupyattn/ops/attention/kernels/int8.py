@@ -50,6 +50,7 @@ class Int8Config:
         return round_up(max(loop, self.tile_q * 2 * k_row, self.tile_q * v_row), _UNIT)
 
 
+_GROUP_KEYS = 16  # kGroupKeys in paged_keys.cuh
 _UNIT = 128  # bytes: alignment of each buffer in Smem
 
 # The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
@@ -98,7 +99,10 @@ KERNEL = KernelSpec("attention_forward_int8", "attention/int8/forward.cu", param
 VARLEN = KernelSpec(
     "attention_forward_int8_varlen", "attention/int8/forward.cu", parameters.INT8_VARLEN
 )
-KERNELS = (KERNEL, VARLEN)
+PAGED = KernelSpec(
+    "attention_forward_int8_paged", "attention/int8/forward.cu", parameters.INT8_PAGED
+)
+KERNELS = (KERNEL, VARLEN, PAGED)
 
 
 def int8_row(
@@ -112,6 +116,12 @@ def int8_row(
         row = _WITH_ITEMS[limit]
         return replace(row, accumulator="float16", gates=Gates()) if half_sums else row
     return rows[limit]
+
+
+def paged_row(head_dim: int, options: FlashOptions = PLAIN) -> Int8Config:
+    """Return the configuration over a paged cache, whose tiles are whole groups of 16 keys."""
+    row = int8_row(head_dim, head_dim, options)
+    return replace(row, tile_k=row.tile_k // _GROUP_KEYS * _GROUP_KEYS)
 
 
 @cache
@@ -153,6 +163,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield flash(head_dim, head_dim, vec)
     for head_dim in (64, 128):
         yield flash(head_dim, head_dim, vec, spec=VARLEN)
+        yield flash(head_dim, head_dim, vec, spec=PAGED, row=paged_row(head_dim))
     yield flash(64, 64, 1)
     for options in EACH_OPTION:
         if not options.dropout:

@@ -91,6 +91,16 @@ INT8 = _over_quantized_keys(FLASH)
 """Parameters of the forward kernel over int8 keys."""
 INT8_VARLEN = _over_quantized_keys(VARLEN)
 """Parameters of that of packed sequences."""
+INT8_PAGED: tuple[Parameter, ...] = (
+    *inputs("q", "k_cache"),
+    *QUANTIZED_KEYS,
+    *inputs("v_cache", "block_table", "seqlens_k"),
+    *inputs("cu_seqlens_q", "alibi_slopes", "sinks", optional=True),
+    Pointer("out"),
+    Pointer("lse", optional=True),
+    *(PAGED_STRUCT, QUANTIZED_KEYS_STRUCT),
+)
+"""Parameters of that over a paged cache."""
 
 
 def of_packed(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:

@@ -83,7 +83,8 @@ def paged_attention(
     if cu_seqlens_q is None:
         k, v = (gathered(cache, block_table, seqlens_k, scales) for cache, scales in caches)
         return attend(q, k, v, seqused_k=seqlens_k, **options)
-    out, lse = np.zeros(q.shape), np.zeros((q.shape[1], q.shape[0]))
+    dim = q.shape[-1] if v_scales is not None else v_cache.shape[-1]
+    out, lse = np.zeros((*q.shape[:-1], dim)), np.zeros((q.shape[1], q.shape[0]))
     for b, (begin, end) in enumerate(pairwise(cu_seqlens_q)):
         if begin == end:  # its table may have nothing
             continue

@@ -314,7 +314,7 @@ def quantize_keys(
         least = np.where(finite, np.float32(TINY32), np.float32(np.nan))
         scales = np.where(coded, usable / _STEPS, least).astype(np.float32)
         codes = np.rint(flushed(v * (_STEPS / usable)[..., None]))
-        return np.where(coded[..., None], codes, 0).astype(np.int8), scales
+        return np.where(coded[..., None], codes, 0).astype(np.int8, order="C"), scales
 
 
 def _centres_of_keys(
