@@ -221,7 +221,7 @@ RISING_OPTIONS: dict[str, dict[str, Any]] = {
     ("dtype", "head_dim", "scale", "option"),
     [
         *(("bfloat16", 64, 0.125, option) for option in ("plain", "bias", "alibi")),
-        *deep(*((d, n, s, o) for d in native.DTYPES for n in (64, 128, 256)
+        *deep(*((d, n, s, o) for d in native.DTYPES for n in (64, 128, 512)
                 for s in (0.125, -0.125, 0.0) for o in RISING_OPTIONS)),
     ],
 )  # fmt: skip
@@ -259,7 +259,7 @@ def placed(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("option", RISING_OPTIONS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", native.DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_a_query_that_is_not_finite_changes_its_row_alone(dtype, head_dim, value, option):
     case = AttentionCase(1, 40, 232, 1, 1, head_dim, head_dim, dtype)
     q, k, v = case.arrays()

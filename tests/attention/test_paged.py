@@ -127,7 +127,8 @@ def test_the_width_of_the_block_table_decides_what_is_short(recorder, blocks, qu
             *((name, *kernel, None) for name in OPTIONS
               for kernel in (("float16", 64), ("float32", 24), ("bfloat16", 72))),
             *(("all", dtype, 64, bits) for dtype in ("float16", "float32") for bits in (8, 4)),
-            *(("all", "float16", 512, bits) for bits in (None, 8, 4)), ("all", "float32", 512, None),
+            *(("all", "float16", 512, bits) for bits in (None, 8, 4)),
+            ("all", "float32", 512, None),
         ],
         [("all", "float16", 64, None), ("all", "float16", 64, 4)],
     ),

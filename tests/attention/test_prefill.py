@@ -27,13 +27,13 @@ FLOATS = wider(
     (
         ("float16", 40), ("float16", 128), ("float16", 80), ("float16", 96), ("float16", 160),
         ("float16", 192), ("float16", 256), ("bfloat16", 72), ("float32", 130), ("float32", 256),
-        ("float16", 264), ("float16", 512), ("float32", 500), ("bfloat16", 320),
+        ("float16", 260), ("float16", 512), ("float32", 500), ("bfloat16", 320),
     ),
 )  # fmt: skip
 _MORE_INTEGERS = (
     ("float16", 128), ("float16", 80), ("float16", 96), ("float16", 160), ("float16", 192),
     ("float16", 256), ("float16", 34), ("bfloat16", 72), ("bfloat16", 2), ("float32", 130),
-    ("float32", 256), ("float16", 512), ("float32", 300), ("bfloat16", 384),
+    ("float32", 256), ("float16", 384), ("float32", 300), ("bfloat16", 512),
 )  # fmt: skip
 INTEGERS = {
     8: wider((("float16", 64), ("float16", 40)), (("float32", 24), *_MORE_INTEGERS)),

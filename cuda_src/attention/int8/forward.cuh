@@ -14,27 +14,16 @@
 #include "../key_loop.cuh"
 #include "../modifiers.cuh"
 #include "../tensor_core/epilogue.cuh"
-#include "../tensor_core/key_loader.cuh"
 #include "../tensor_core/output_sums.cuh"
 #include "../tensor_core/products.cuh"
 #include "../tensor_core/resident_rows.cuh"
 #include "../tensor_core/score_items.cuh"
 #include "../tensor_core/softmax.cuh"
-#if defined(PAGED_PARAMS_BYTES)
-#include "../paged_keys.cuh"
-#endif
+#include "key_loader.cuh"
 
 // An int32 sum that begins at these bits is, read as a float, 1.5 * 2^23 + the sum: |sum| <= 127^2 * 256 < 2^22.
 constexpr int kSumBits = 0x4b400000;
 constexpr float kSumBias = 0x1.8p23f;
-
-// Field for field the structured dtype QUANTIZED_KEYS_PARAMS of cupyattn/ops/attention/structs.
-struct QuantizedKeysParams {
-  Strides scales;
-  int64 centre_batch, centre_head;  // in items; the columns of a head are neighbours
-};
-static_assert(sizeof(QuantizedKeysParams) == QUANTIZED_KEYS_PARAMS_BYTES,
-              "its dtype in Python describes another struct");
 
 struct Traits {
   using Scalar = float16;
@@ -77,10 +66,6 @@ struct Traits {
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
   static_assert(!Modifiers::kBlocks, "the loop has no lists of tiles");
 };
-
-// A scale of a key that keeps 22 bits: -kSumBias * scale is then exact, and so is the sum that is left of
-// sum_bits * scale - kSumBias * scale, before its one rounding.
-__device__ __forceinline__ float short_scale(float scale) { return __uint_as_float(__float_as_uint(scale) & ~3u); }
 
 // What the loop keeps in shared memory.
 struct LoopTiles {
@@ -306,172 +291,6 @@ __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, const Sums
   warp.softmax.add(sum);
 }
 
-// What the loaders of keys have in common: both halves of the buffers in shared memory, and the way from registers to
-// them.
-template <typename KTileLoader, typename VTileLoader>
-struct TileBuffers {
-  using KTile = typename KTileLoader::Tile;
-  using VTile = typename VTileLoader::Tile;
-  static constexpr int kTileK = KTile::kRows;
-  // On the way, of K, then of V.
-  using Quads = uint4[KTileLoader::kQuads > VTileLoader::kQuads ? KTileLoader::kQuads : VTileLoader::kQuads];
-
-  uint32 k_both_s, v_both_s, scales_both_s;
-  KTileLoader k_loader;
-  VTileLoader v_loader;
-
-  __device__ __forceinline__ TileBuffers(const LoopTiles& tiles, const KTileLoader& k, const VTileLoader& v)
-      : k_both_s(shared_address(tiles.keys.k)),
-        v_both_s(shared_address(tiles.keys.v)),
-        scales_both_s(shared_address(tiles.scales)),
-        k_loader(k),
-        v_loader(v) {}
-
-  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
-  __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * VTile::kBytes; }
-  __device__ __forceinline__ uint32 scales_s(int half) const {
-    return scales_both_s + half * kTileK * static_cast<int>(sizeof(float));
-  }
-
-  __device__ __forceinline__ void store_k(const Quads& quads, float scale, uint32 to_s, uint32 scales_to_s) const {
-    k_loader.store(to_s, quads);
-    if (threadIdx.x < kTileK) {
-      st_shared_u32(scales_to_s + threadIdx.x * sizeof(float), __float_as_uint(short_scale(scale)));
-    }
-  }
-  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_loader.store(to_s, quads); }
-
-  // See Softmax::renew.
-  __device__ __forceinline__ void renew() {
-    k_loader.renew();
-    v_loader.renew();
-  }
-};
-
-// The loader of keys for a CTA of query rows: as KeyLoader (tensor_core/key_loader.cuh), of codes, their scales and V.
-template <typename KTileLoader, typename VTileLoader>
-struct QuantizedKeyLoader : TileBuffers<KTileLoader, VTileLoader> {
-  using Base = TileBuffers<KTileLoader, VTileLoader>;
-  using Base::kTileK, Base::k_loader, Base::v_loader;
-  using typename Base::Quads;
-
-  struct Rows {
-    const char *k_g, *v_g;
-    const float* scales_g;
-  };
-
-  int64 k_stride, v_stride, scale_stride;  // in items of 16 bits, and in floats
-  Rows head_rows;                          // of the head's first tile
-
-  __device__ __forceinline__ QuantizedKeyLoader(const AttentionParams& params, const QuantizedKeysParams& quantized,
-                                                const TileCoordinates& coords, const signed char* k_g,
-                                                const float* scales_g, const float16* v_g, const LoopTiles& tiles)
-      : Base(tiles, KTileLoader(params.k.seq / 2), VTileLoader(params.v.seq)),
-        k_stride(params.k.seq / 2),
-        v_stride(params.v.seq),
-        scale_stride(quantized.scales.seq) {
-    const signed char* k_head_g = ::head_rows(k_g, params.k, coords.batch, coords.kv_head, 0);
-    head_rows.k_g = KTileLoader::lowest(reinterpret_cast<const uint16*>(k_head_g), k_stride);
-    head_rows.v_g = VTileLoader::lowest(::head_rows(v_g, params.v, coords.batch, coords.kv_head, 0), v_stride);
-    head_rows.scales_g = ::head_rows(scales_g, quantized.scales, coords.batch, coords.kv_head, 0);
-  }
-
-  __device__ __forceinline__ Rows rows(int tile) const {
-    return {head_rows.k_g + tile * (k_stride * kTileK * 2), head_rows.v_g + tile * (v_stride * kTileK * 2),
-            head_rows.scales_g + tile * (scale_stride * kTileK)};
-  }
-  __device__ __forceinline__ void move_on(Rows& next, int) const {
-    next.k_g += k_stride * kTileK * 2;
-    next.v_g += v_stride * kTileK * 2;
-    next.scales_g += scale_stride * kTileK;
-  }
-
-  // kRagged: only `keys` keys of the tile exist; the others have scale 0.
-  template <bool kRagged>
-  __device__ __forceinline__ void fetch_k(Quads& quads, float& scale, const Rows& from, int keys) const {
-    k_loader.template load<kRagged>(quads, from.k_g, k_stride, keys);
-    const int key = threadIdx.x;
-    scale = 0.f;
-    if (key < kTileK && (!kRagged || key < keys)) {
-      scale = __uint_as_float(ld_global_u32(from.scales_g + key * scale_stride));
-    }
-  }
-  template <bool kRagged>
-  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
-    v_loader.template load<kRagged>(quads, from.v_g, v_stride, keys);
-  }
-};
-
-#if defined(PAGED_PARAMS_BYTES)
-// The loader of keys that lie in the blocks of a pool (paged_keys.cuh): a thread's rows are found by the entries of
-// their groups of 16 keys, which the lanes of its warp have looked up.
-template <typename KTileLoader, typename VTileLoader>
-struct QuantizedBlockLoader : TileBuffers<KTileLoader, VTileLoader> {
-  using Base = TileBuffers<KTileLoader, VTileLoader>;
-  using Base::kTileK, Base::k_loader, Base::v_loader;
-  using typename Base::Quads;
-  using Groups = GroupTable<kTileK, true>;
-  using Rows = GroupEntry<true>;
-
-  Groups groups;
-  const Strides &k, &v, &scales;  // "batch" is from block to block
-  const signed char* k_g;         // of the head
-  const float16* v_g;
-  const float* scales_g;
-
-  __device__ __forceinline__ QuantizedBlockLoader(const AttentionParams& params, const QuantizedKeysParams& quantized,
-                                                  const Groups& of_sequence, const TileCoordinates& coords,
-                                                  const signed char* k_cache_g, const float* k_scales_g,
-                                                  const float16* v_cache_g, const LoopTiles& tiles)
-      : Base(tiles, KTileLoader(), VTileLoader()),
-        groups(of_sequence),
-        k(params.k),
-        v(params.v),
-        scales(quantized.scales),
-        k_g(k_cache_g + coords.kv_head * params.k.head),
-        v_g(v_cache_g + coords.kv_head * params.v.head),
-        scales_g(k_scales_g + coords.kv_head * quantized.scales.head) {}
-
-  // Only where there are keys: a sequence without any has no entries either.
-  __device__ __forceinline__ Rows rows(int tile) const { return groups.last < 0 ? Rows{} : groups.look_up(tile); }
-  __device__ __forceinline__ void move_on(Rows& next, int tile) const { next = rows(tile); }
-
-  template <bool kRagged>
-  __device__ __forceinline__ void fetch_k(Quads& quads, float& scale, const Rows& from, int keys) const {
-    fetch<kRagged>(quads, k_loader, k_g, k, from, keys);
-    const int key = threadIdx.x;
-    const int64 at = item(from, key, scales);  // in all lanes
-    scale = 0.f;
-    if (key < kTileK && (!kRagged || groups.exists(key, keys))) scale = __uint_as_float(ld_global_u32(scales_g + at));
-  }
-  template <bool kRagged>
-  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
-    fetch<kRagged>(quads, v_loader, v_g, v, from, keys);
-  }
-
- private:
-  // How far the item of a row of the tile is from the first of the head, in items.
-  __device__ __forceinline__ static int64 item(const Rows& from, int row, const Strides& strides) {
-    const int group = min(row / kGroupKeys, Groups::kGroups - 1);
-    const int token = Groups::of_group(from.within, group) * kGroupKeys + row % kGroupKeys;
-    return Groups::of_group(from.block, group) * strides.batch + token * strides.seq;
-  }
-
-  template <bool kRagged, typename Loader, typename Item>
-  __device__ __forceinline__ void fetch(Quads& quads, const Loader& loader, const Item* head_g, const Strides& strides,
-                                        const Rows& from, int keys) const {
-    const Item* rows_g[Loader::kPasses];  // in all lanes: some threads may have no row
-#pragma unroll
-    for (int pass = 0; pass < Loader::kPasses; pass++) {
-      rows_g[pass] = head_g + item(from, loader.row + pass * Loader::kPassRows, strides);
-    }
-    loader.template load_rows<kRagged>(
-        quads, [&](int key) { return groups.exists(key, keys); },
-        [&](int pass) { return reinterpret_cast<const char*>(rows_g[pass]) + loader.chunk * kChunkBytes; });
-  }
-};
-#endif
-
 // The first tile, all the way.
 template <typename Loader>
 __device__ __forceinline__ void bring(const Loader& loader, const typename Loader::Rows& from, int keys, int half) {
@@ -488,7 +307,7 @@ __device__ __forceinline__ void bring(const Loader& loader, const typename Loade
 // of K, and registers are short.
 template <bool kMasked, typename Loader>
 __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loader& loader, int tile, int half,
-                                         bool more, const typename Loader::Rows& next, int next_keys) {
+                                         bool more, typename Loader::Rows& next, int next_keys, int after_next) {
   const int first_key = tile * Traits::kTileK;
   const uint32 k_s = loader.k_s(half), v_s = loader.v_s(half), scales_s = loader.scales_s(half);
   const uint32 next_k_s = loader.k_s(half ^ 1), next_v_s = loader.v_s(half ^ 1);
@@ -519,6 +338,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   const auto fetch_v = [&] {
     __syncwarp();  // no buffer: ptxas would otherwise load V sooner
     if (more) loader.template fetch_v<kMasked>(quads, next, next_keys);
+    loader.look_ahead(next, after_next);
   };
   if (active) {
     Traits::Tile::Packed p;
@@ -585,20 +405,22 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   const int full = left - loop.masked;
   auto next = loader.rows(tile);
   if (left > 0) bring(loader, next, window.keys - tile * Traits::kTileK, left & 1);
+  loader.look_ahead(next, loop.after(tile));
   __syncthreads();  // K, its scales, V and the centre's products: written
 #pragma unroll 1
   for (; left > full; left--) {
     const int next_tile = loop.after(tile);
-    next = loader.rows(next_tile);
-    key_tile<true>(warp, cta, loader, tile, left & 1, left > 1, next, window.keys - next_tile * Traits::kTileK);
+    loader.move_to(next, next_tile);
+    key_tile<true>(warp, cta, loader, tile, left & 1, left > 1, next, window.keys - next_tile * Traits::kTileK,
+                   loop.after(next_tile));
     tile = next_tile;
   }
   warp.softmax.renew();
   loader.renew();
 #pragma unroll 1
   for (; left > 0; left--) {
-    loader.move_on(next, tile + 1);
-    key_tile<false>(warp, cta, loader, tile, left & 1, left > 1, next, Traits::kTileK);
+    loader.move_on(next);
+    key_tile<false>(warp, cta, loader, tile, left & 1, left > 1, next, Traits::kTileK, tile + 2);
     tile++;
   }
 

@@ -267,9 +267,8 @@ def attention(
     its row is meaningless in float32: kernels give zeros and a lse of -inf from about -1e10 on,
     NumPy arrays the softmax of the bias. "flash" does not distinguish scores above 1e8, and may
     give such zeros for them too. On tensor cores sums of bfloat16 values of v beyond 1e28 may
-    overflow, and an infinity in v may give NaN. On a GPU a seqused_k outside of 0 to Sk is clamped;
-    on NumPy arrays it is an error. A call runs on the current stream of its arrays' device and does
-    not synchronise.
+    overflow, and an infinity in v may give NaN. A GPU clamps a seqused_k outside of 0 to Sk; with
+    NumPy arrays it is an error. A call runs on the current stream of its device and does not wait.
 
     With ``accumulator="float16"`` each sum of a tile of n keys is rounded n / 8 times, by 2**-11 of
     its terms' absolute values, and weights below 2**-16 of the row's largest (2**-18 with tiles of

@@ -53,6 +53,7 @@ from cupyattn.ops.attention.options import (
 )
 from cupyattn.ops.attention.params import (
     flash_options,
+    require_int8_kernel,
     require_near_rows,
     score_strides,
     whole_vectors,
@@ -204,30 +205,7 @@ def _choose_int8(
     together = interleaving(problem, traits)
     how: tuple[Any, ...] = ((), together, row, options, vec)
     sums = (HALF_SUMS,) if problem.options.accumulator == "float16" else ()
-    return ForwardChoice("int8", (*_INT8_REASONS, *sums), problem, laid, *how)
-
-
-_INT8_REASONS = (
-    "gained: scores are products of int8 on tensor cores, on Turing at twice the rate of float16, "
-    "on GeForce at four times that of float16 with float32 sums; P V stays float16",
-    "lost: q and k - centre keep 127 steps to each side of 0 in a row, so a score errs by about "
-    "softmax_scale sqrt((a^2 |k - centre|^2 + b^2 |q|^2) / 12), with the rows' steps a and b",
-)
-
-
-def require_int8_kernel(problem: AttentionProblem, traits: DeviceTraits) -> None:
-    """Raise NotImplementedError for what the kernel over int8 keys does not have."""
-    refused = {
-        f"head dim D = {problem.head_dim} of int8 keys": problem.head_dim % int8.HEAD_DIM_STEP
-        and "the kernel loads codes two at a time: D is even",
-        "a BlockMask with int8 keys": problem.layouts.block_mask is not None
-        and "the kernel goes through all tiles; it takes a MaskMod, and every mask",
-        "int8 keys on a GPU without tensor cores": not traits.has_mma("float16")
-        and "their products are those of tensor cores",
-    }
-    for passed, reason in refused.items():
-        if reason:
-            raise error(NotImplementedError, passed, reason, f"pass k as it was, or {_CPU}")
+    return ForwardChoice("int8", (*int8.REASONS, *sums), problem, laid, *how)
 
 
 HALF_SUMS = "sums of a tile of keys are float16: accumulator='float16' was passed"
@@ -508,18 +486,11 @@ def _tensor_core_configuration(
 def _native_configuration(
     problem: AttentionProblem, laid: AttentionArrays[Layout], traits: DeviceTraits
 ) -> tuple[NativeConfig, FlashOptions, int]:
-    """Return the configuration from sm_80 on, its options, and the items of a load.
-
-    Dense calls that take the plain table's configuration get what was chosen for the device.
-    """
+    """Return the configuration from sm_80 on, its options, and the items of a load."""
     dims = problem.head_dim, problem.head_dim_v
     together = 2 if problem.options.dropout_p else 4  # a Philox call serves pairs of keys
     options = flash_options(problem, together)
-    row = native.flash_row(traits.arch, *dims, options)
-    among = native.admissible_rows(traits.arch, *dims)
-    (name, plain), *_ = among.items()
-    if not problem.packed and row is plain:
-        row = traits.choices.pick(native.KERNEL.entry, dims, among, usual=name)
+    row = native.chosen_row(traits, *dims, options, packed=problem.packed)
     require_near_rows(problem, ("k", "v"), row.tile_k)
     vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, ("q", "k", "v", "out"))
     return row, options, vec

@@ -23,7 +23,21 @@ SUMS = frozenset({"accumulator"})
 DECODE_OPTIONS = POSITION_OPTIONS | {"alibi_slopes", "softcap", "sinks"} | ROTARY | SUMS
 """The decode kernels have these options; before them a launch rotates q and k.
 
-IMPLEMENTATIONS = ("flash", "tiled", "naive")
+They accumulate in float32 in any case: memory limits them.
+"""
+ALL_OPTIONS = TEACHING_OPTIONS | POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY | SUMS
+
+INT8_OPTIONS = ALL_OPTIONS - {"dropout_p"} - ROTARY
+"""The kernel over int8 keys has these options, but no block mask."""
+
+IMPLEMENTATIONS = ("flash", "tiled", "naive", "int8")
+ACCUMULATORS = ("float32", "float16")
+MAX_HALF_SUM_VALUE = 250.0
+"""The largest |v| whose float16 sums fit: cuda_src/attention/tensor_core/output_sums.cuh.
+
+The weights of a row in a tile of keys add up to at most 256 there. 256 * 250 is 64,000, to which
+the roundings of 32 sums add at most 1.6 %: below 65,520, where a float16 becomes infinite.
+"""
 MAX_SCALE = 1e26  # with products of 512 float16 numbers a score is still a float32
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32
 MAX_SOFTCAP = 10_000.0  # where a kernel errs by 1e-3 in a score

@@ -17,10 +17,13 @@ from cupyattn.ops.attention.checks import (
     require_heads_options,
 )
 from cupyattn.ops.attention.choice import (
-    ARITHMETIC,
+    HALF_SUMS,
     MAX_QUERIES,
+    arithmetic,
     interleaving,
-    require_int8_kernel,
+    kernels_of,
+    require_half_sum_kernels,
+    takes_head_dims,
 )
 from cupyattn.ops.attention.decode import (
     DECODE_ARITHMETIC,
@@ -40,6 +43,7 @@ from cupyattn.ops.attention.params import (
     item_strides,
     quantized_keys_params,
     require_aligned_items,
+    require_int8_kernel,
     require_lengths,
     rows_start_at,
     score_options,
@@ -120,11 +124,12 @@ def paged_problem(
     """
     window = options[AttentionOptions._fields.index("window_size")]
     sides = (*map(type, window),) if isinstance(window, tuple) else None
-    kind = type(operands.arrays)
+    kind: Any = type(operands.arrays)
     try:
-        problem = _checked(kind, operands.description, sides, max_seqlen_q, *options)
+        problem = _checked(kind, operands.description, sides, max_seqlen_q, accumulator, *options)
     except TypeError:  # perhaps of an option without a hash, of which its check says more
-        problem = _checked.__wrapped__(kind, operands.description, sides, max_seqlen_q, *options)
+        given = sides, max_seqlen_q, accumulator, *options
+        problem = _checked.__wrapped__(kind, operands.description, *given)
     if checks_values(operands):
         _check_values(problem, operands.arrays)
     problem.overlaps.check(operands)
@@ -133,7 +138,12 @@ def paged_problem(
 
 @lru_cache(maxsize=4096, typed=True)
 def _checked(
-    kind: Any, description: Description, _: Any, max_seqlen_q: Any, *options: Any
+    kind: Any,
+    description: Description,
+    _: Any,
+    max_seqlen_q: Any,
+    accumulator: Any,
+    *options: Any,
 ) -> PagedProblem:
     given = layouts_of(kind, description)
     layouts = {given.SHOWN_AS.get(n, n): layout for n, layout in given_of(given).items()}
@@ -184,7 +194,7 @@ def _checked(
         given=given,
         layouts=replace(given, **placed),
         starts=starts_of(kind, description),
-        options=AttentionOptions(*options).checked(head_dim),
+        options=checked.checked(head_dim),
         overlaps=Overlaps.of(given, (*FORWARD_RESULTS, "workspace")),
         num_blocks=num_blocks,
         block_size=block_size,
@@ -358,7 +368,7 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     laid = with_results(problem, outputs)
     dtype = problem.dtype.name
     if not decoded:
-        traits.choices.because(reason, _arithmetic_of_prompts(problem, traits))
+        traits.choices.because(reason, *_reasons_of_prompts(problem, traits))
         if problem.options.accumulator == "float16":
             dims = problem.head_dim, problem.head_dim
             require_half_sum_kernels(kernels_of(dtype, dims, traits), dims, traits)
@@ -491,6 +501,15 @@ def _int8_kernel(
 ) -> tuple[Specialisation, int]:
     """Choose the kernel over int8 keys, and say its query rows."""
     require_int8_kernel(problem, traits)
+    caches = {"k_cache": laid.k, "v_cache": laid.v, "k_cache.scales": laid.k_scales}
+    for name, layout in caches.items():
+        if layout is not None and max(map(abs, layout.strides[:2])) >= _INT32:
+            raise error(
+                ValueError,
+                f"{name} has strides {layout.strides}",
+                f"a GPU takes less than {_INT32} bytes from block to block and token to token",
+                contiguous_copy(name),
+            )
     dim, options = problem.head_dim, score_options(problem)
     vec = whole_vectors(vector_items("float16"), problem, laid, ("q", "v", "out"))
     row = int8.paged_row(dim, options)
@@ -508,10 +527,13 @@ def _family_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> str:
     return "tensor_core" if on_tensor_cores else "float32"
 
 
-def _arithmetic_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> str:
-    """Return the reason for the kernels of prompts."""
+def _reasons_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> tuple[str, ...]:
+    """Return the reasons for the kernels of prompts."""
+    if isinstance(problem.layouts, QuantizedPagedArrays):
+        return int8.REASONS
     kernels = "float32" if _family_of_prompts(problem, traits) == "float32" else "tensor_core"
-    return arithmetic(kernels, problem.dtype.name, (problem.head_dim, problem.head_dim_v), traits)
+    dims = problem.head_dim, problem.head_dim_v
+    return (arithmetic(kernels, problem.dtype.name, dims, traits),)
 
 
 def _prefill_kernel(

@@ -92,7 +92,7 @@ PACKED_BATCH = _struct(
 VARLEN_PARAMS = _struct(("attention", ATTENTION_PARAMS), ("packed", PACKED_BATCH))
 VARLEN_STRUCT = StructParameter("params", VARLEN_PARAMS, "VarlenParams", (ATTENTION_STRUCT,))
 
-# QuantizedKeysParams in cuda_src/attention/int8/forward.cuh
+# QuantizedKeysParams in cuda_src/attention/int8/key_loader.cuh
 QUANTIZED_KEYS_PARAMS = _struct(("scales", TOKEN_STRIDES), ("centre_batch centre_head", np.int64))
 QUANTIZED_KEYS_STRUCT = StructParameter("quantized", QUANTIZED_KEYS_PARAMS, "QuantizedKeysParams")
 

@@ -310,16 +310,8 @@ def _formats(dtype: str) -> tuple[str, ...]:
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield specialisations in which every two configurations, dtypes and formats meet."""
     flags = (True, False)
-    axes = (
-        STORAGE,
-        range(3),
-        flags,
-        (64, 128, 256, 512),
-        ("void", *STORAGE),
-        _INTEGERS,
-        flags,
-        flags,
-    )
+    dims, tables = (64, 128, 256, 512), ("void", *STORAGE)
+    axes = STORAGE, range(4), flags, dims, tables, _INTEGERS, flags, flags
     for dtype, kind, whole, head_dim, table, integer, interleaved, normed in pairs(*axes):
         vec = vector_items(dtype) if whole else 1
         # Without a rotation there are no positions, and nothing is paired.

@@ -21,6 +21,7 @@ from cupyattn.ops.attention.kernels.options import (
 )
 from cupyattn.ops.attention.kernels.tensor_core.forward import wide_shared_bytes
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.spec import KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import cpp_bool, limit_of, option_macros, round_up, rows_for
@@ -44,6 +45,8 @@ class NativeConfig:
     """Whether Q stays in shared memory."""
     deferred: bool = False
     """Whether P is clamped and checked after P V, instead of scores before the exponentials."""
+    sharing: int = 1
+    """Warps that share rows, each with its own columns: 4 in forward_wide.cuh, elsewhere 1."""
     staged: bool = False
     """Whether items that are read four at a time wait in shared memory, instead of registers."""
 
@@ -59,6 +62,8 @@ class NativeConfig:
 
     def shared_bytes(self, head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) -> int:
         """Return the bytes of both stages, Q or the output, and items (Smem in forward.cuh)."""
+        if self.sharing > 1:
+            return wide_shared_bytes(self, head_dim, head_dim_v, key_places=2)
         k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2
         stage = self.tile_k * (k_row + v_row)
         rows = self.tile_q * max(k_row, v_row)
@@ -201,6 +206,17 @@ def admissible_rows(arch: int, head_dim: int, head_dim_v: int) -> dict[str, Nati
     rows = rows_for(NATIVE, arch)
     least = limit_of(rows, head_dim, head_dim_v)
     return {str(limit): row for limit, row in rows.items() if limit >= least}
+
+
+def chosen_row(
+    traits: DeviceTraits, head_dim: int, head_dim_v: int, options: FlashOptions, *, packed: bool
+) -> NativeConfig:
+    """Return the configuration, which for plain dense calls may be chosen for the device."""
+    dims = head_dim, head_dim_v
+    row, among = flash_row(traits.arch, *dims, options), admissible_rows(traits.arch, *dims)
+    if packed or row not in among.values():
+        return row
+    return traits.choices.pick(KERNEL.entry, dims, among, usual=next(iter(among)))
 
 
 _QUADS = (

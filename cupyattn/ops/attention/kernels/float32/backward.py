@@ -141,7 +141,7 @@ _DQ_GATES = {
     64: Gates(0.99, most_spills=48),
     128: Gates(0.99, options=0.67, most_spills=128),
     256: Gates(0.4, kernels=0.39),
-    512: Gates(0.39, scalar=0.34),
+    512: Gates(0.36, scalar=0.34, kernels=0.33),
 }
 DKDV = {75: with_gates(_TURING_DKDV, _DKDV_GATES)}
 DQ = {75: with_gates(_TURING_DQ, _DQ_GATES)}

@@ -184,7 +184,7 @@ _TURING_ONE_PASS: dict[int, AnyConfig] = {
     ),
     192: PairedConfig(8, 32, 1, "models 0.65, and 0.57 with tiles of 16 queries"),
     256: PairedConfig(8, 16, 1, "models 0.59 for the warps of values; K takes half of the 64 KB"),
-    512: WideConfig(16, "models 0.60 for the warps of keys, 0.55 for both kinds together"),
+    512: WideConfig(16, "models 0.60 for the warps of keys, 0.53 for both kinds together"),
 }
 _TURING_DETERMINISTIC: dict[int, AnyConfig] = {
     40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.64, and 0.60 with 16 queries at once"),
@@ -201,7 +201,7 @@ _TURING_DETERMINISTIC: dict[int, AnyConfig] = {
     160: PairedConfig(8, 32, 1, "models 0.59, and 0.53 with tiles of 16 queries"),
     192: PairedConfig(8, 32, 1, "models 0.64, and 0.56 with tiles of 16 queries"),
     256: PairedConfig(8, 16, 1, "models 0.63; two tiles of 32 queries do not fit"),
-    512: WideConfig(16, "models 0.51 for the warps of keys, 0.52 for both kinds together"),
+    512: WideConfig(16, "models 0.51 for the warps of keys, 0.46 for both kinds together"),
 }
 
 
@@ -221,7 +221,7 @@ _ONE_PASS_GATES = {
     160: Gates(0.56),
     192: Gates(0.65, scalar=0.5, kernels=0.62),
     256: Gates(0.59, 48, kernels=0.55, most_spills=160),
-    512: Gates(0.57, 16, scalar=0.46, most_spills=48),
+    512: Gates(0.59, 16, scalar=0.45, most_spills=48),
 }
 _DETERMINISTIC_GATES = {
     40: Gates(0.64, kernels=0.63),
@@ -232,7 +232,7 @@ _DETERMINISTIC_GATES = {
     160: Gates(0.6, scalar=0.46),
     192: Gates(0.65, kernels=0.64),
     256: Gates(0.63, 16, scalar=0.43, most_spills=32),
-    512: Gates(0.51, 32),
+    512: Gates(0.50, 32),
 }
 ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
 DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)

@@ -99,6 +99,9 @@ _TURING = {
     ),
     192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.60 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.69 with 32 keys, where 36 bytes spill"),
+    512: FlashConfig(
+        2, 8, 16, 1, "models 0.54, and 0.46 at 384; four warps share 32 rows", sharing=4
+    ),
 }
 # From head dim 160 on shared memory binds, at 0.79, 0.80 and 0.80 of the tensor cores: these rows
 # have 0.87, 0.92 and 0.84 of that. The warps of the one CTA that fits wait for shared memory and do
@@ -160,6 +163,7 @@ _TURING_INTEGERS = {
     128: FlashConfig(2, 4, 16, 2, "models 0.63 and 0.61"),
     192: FlashConfig(1, 8, 32, 1, "models 0.64 and 0.63"),
     256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.49 and 0.55 with 32 keys"),
+    512: FlashConfig(2, 8, 16, 1, "models 0.39 and 0.41", sharing=4),
 }
 # Float16 accumulators for P V: on GeForce devices mma with them runs at twice the rate. "Gains" is
 # the speed against the row above it in the table of plain calls, by the same model of an RTX 2080
