@@ -52,7 +52,7 @@
 // Of the widest rows a thread has four chunks of one row, with immediate offsets. (At head dim 384, three chunks of one
 // row model 0.41, one of each of four rows 0.46.)
 template <typename Tile>
-constexpr int kLanesOfRow = Tile::kChunks == 64 ? WARPS * kWarpSize / TILE_K : 0;
+constexpr int kLanesOfRow = Tile::kChunks == 64 && VEC > 1 ? WARPS * kWarpSize / TILE_K : 0;
 
 struct Traits {
   using Scalar = DTYPE;
@@ -264,7 +264,7 @@ struct KeyMoves {
                                               TilePart part) {
     loader.store_v(quads, v_s, part);
     if (more) loader.template fetch_k<kRagged>(quads, next, next_keys, part);
-    if (!kRagged) __syncwarp();  // no buffer: ptxas would otherwise sink the loads
+    if (!kRagged && Traits::kVec > 1) __syncwarp();  // no buffer: ptxas would otherwise sink the loads
   }
   template <bool kRagged>
   __device__ __forceinline__ void with_output(const Loader& loader, uint32 next_k_s, const typename Loader::Rows& next,

@@ -112,7 +112,8 @@ struct ScoreExchange {
   }
 
  private:
-  // Of x = 1 and w = 0.
+  // Of x = 1 and w = 0. It is a multiple of 8 bytes and no more: no bits of it may stand for x or w. (From sm_80 on
+  // dynamic shared memory begins at 1,024.)
   __device__ __forceinline__ uint32 parts_of_lane() const {
     return shared_address(parts[sharing_group()]) + lane_index() * kPairBytes;
   }

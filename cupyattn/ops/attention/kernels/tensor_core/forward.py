@@ -163,7 +163,7 @@ _TURING_INTEGERS = {
     128: FlashConfig(2, 4, 16, 2, "models 0.63 and 0.61"),
     192: FlashConfig(1, 8, 32, 1, "models 0.64 and 0.63"),
     256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.49 and 0.55 with 32 keys"),
-    512: FlashConfig(2, 8, 16, 1, "models 0.39 and 0.41", sharing=4),
+    512: FlashConfig(2, 8, 16, 1, "models 0.51 and 0.45", sharing=4),
 }
 # Float16 accumulators for P V: on GeForce devices mma with them runs at twice the rate. "Gains" is
 # the speed against the row above it in the table of plain calls, by the same model of an RTX 2080
@@ -199,7 +199,7 @@ _GATES = {
     160: Gates(0.69, scalar=0.38, kernels=0.64, most_spills=64),
     192: Gates(0.73, scalar=0.54, kernels=0.68),
     256: Gates(0.67, 32, scalar=0.49, kernels=0.65, most_spills=64),
-    512: Gates(0.51, 64, scalar=0.42, items=0.43, options=0.46, kernels=0.44, most_spills=144),
+    512: Gates(0.54, 96, scalar=0.35, items=0.40, options=0.47, kernels=0.46, most_spills=192),
 }
 _WITH_GATES = {
     "dropout": {40: Gates(0.62, options=0.55), 80: Gates(0.75)},
@@ -219,7 +219,7 @@ _INTEGERS_GATES = {
     128: Gates(0.68, 64, kernels=0.61),
     192: Gates(0.63),
     256: Gates(0.65, 32),
-    512: Gates(0.39, 144),
+    512: Gates(0.44, 64),
 }
 # From sm_80 on Q K^T takes two steps of columns in one instruction; P V still takes one.
 # A tile of 16 keys takes an H200 a microsecond, and so does its memory: causal attention of 131,072
