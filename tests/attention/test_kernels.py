@@ -184,10 +184,10 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str, dims: tuple[int, int]
 @pytest.mark.parametrize(
     ("dtype", "dims"),
     [
-        *(("float16", (264, 500)), ("float32", (264, 500))),
+        *(("float16", (264, 512)), ("float32", (264, 500))),
         *deep(
             *(("float16", dims) for dims in itertools.product((257, 384, 512), (264, 320, 512))),
-            *(("float16", dims) for dims in ((500, 500), (320, 64), (64, 512))),
+            *(("float16", dims) for dims in ((500, 500), (264, 500), (320, 64), (64, 512))),
         ),
     ],
 )
@@ -210,6 +210,23 @@ def test_heads_of_more_than_256_items(dtype: str, dims: tuple[int, int], causal:
 )
 def test_wide_heads_within_bounds_of_the_reference(problem: AttentionCase):
     check(problem, "flash")
+
+
+@pytest.mark.parametrize("head_dim", [264, *deep(512)])
+def test_scores_of_wide_heads_that_rise_after_the_first_tile(head_dim: int):
+    """Far above the maximum of that tile: all warps that share a row rescale its output."""
+    case = AttentionCase(1, 40, 90, 1, 1, head_dim, head_dim, "float16")
+    q, k, v = case.arrays()
+    for key, rise in ((40, 3.0), (60, 11.0)):
+        k[:, key] = np.abs(k[:, key]) * 0.1 + rise
+    q = np.abs(q)
+    out = cupyattn.attention(*map(KERNELS.put, (q, k, v)), softmax_scale=0.125)
+    exact, _ = reference.attention(q, k, v, softmax_scale=0.125)
+    bound, _ = reference.attention_bound(
+        q, k, v, dtype="float16", tile_k=16, native=KERNELS.device.traits.native,
+        float32_weights=False, softmax_scale=0.125,
+    )  # fmt: skip
+    assert reference.error_ratio(KERNELS.get(out), exact, bound) <= 1
 
 
 @pytest.mark.deep
