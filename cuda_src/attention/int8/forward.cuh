@@ -2,9 +2,9 @@
 #pragma once
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(MODIFIED)
@@ -420,6 +420,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
 #pragma unroll 1
   for (; left > 0; left--) {
     loader.move_on(next);
+    loader.template bring_to_l2<L2_AHEAD>(next, left);
     key_tile<false>(warp, cta, loader, tile, left & 1, left > 1, next, Traits::kTileK, tile + 2);
     tile++;
   }

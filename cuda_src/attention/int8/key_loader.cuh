@@ -107,6 +107,16 @@ struct QuantizedKeyLoader : TileBuffers<KTileLoader, VTileLoader> {
     next.scales_g += scale_stride * kTileK;
   }
 
+  // See KeyLoader. Scales, which are few, come with their tile.
+  template <int kAhead>
+  __device__ __forceinline__ void bring_to_l2(const Rows& next, int left) const {
+    if constexpr (kAhead > 0) {
+      if (left <= kAhead + 1) return;
+      ::bring_to_l2<KTileLoader, VTileLoader>(next.k_g + kAhead * (k_stride * kTileK * 2), k_stride,
+                                              next.v_g + kAhead * (v_stride * kTileK * 2), v_stride);
+    }
+  }
+
   // kRagged: only `keys` keys of the tile exist; the others have scale 0.
   template <bool kRagged>
   __device__ __forceinline__ void fetch_k(Quads& quads, float& scale, const Rows& from, int keys) const {
@@ -160,6 +170,10 @@ struct QuantizedBlockLoader : TileBuffers<KTileLoader, VTileLoader> {
   __device__ __forceinline__ void move_to(Rows&, int) const {}
   __device__ __forceinline__ void move_on(Rows&) const {}
   __device__ __forceinline__ void look_ahead(Rows& next, int tile) const { next = rows(tile); }
+  template <int kAhead>
+  __device__ __forceinline__ void bring_to_l2(const Rows&, int) const {
+    static_assert(kAhead == 0, "positions are looked up one tile ahead");
+  }
 
   template <bool kRagged>
   __device__ __forceinline__ void fetch_k(Quads& quads, float& scale, const Rows& from, int keys) const {
