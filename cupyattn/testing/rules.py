@@ -81,14 +81,19 @@ def _score_options(options: dict[str, Any]) -> dict[str, Any]:
 def _kernels_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    how: Any = {"dtype": arrays[2].dtype, "tile_k": TILE_KEYS, "native": True}  # for every GPU
+    how: Any = {"dtype": _dtype(*arrays), "tile_k": TILE_KEYS, "native": True}  # for every GPU
     return reference.attention_bound(*arrays, float32_weights=teaching, **how, **options)
 
 
 def _numpys_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    return cpu_attention_bound(*arrays, dtype=arrays[2].dtype, **options)
+    return cpu_attention_bound(*arrays, dtype=_dtype(*arrays), **options)
+
+
+def _dtype(q: NumpyArray, k: NumpyArray, v: NumpyArray) -> np.dtype[Any]:
+    """Return the dtype of a call; q and k of int8 keys are float64 here, as is v of a coded cache."""
+    return min(q.dtype, v.dtype, key=lambda dtype: dtype.itemsize)
 
 
 def _attention(
