@@ -36,7 +36,7 @@ if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is N
         f"cupyattn.testing needs {' and '.join(missing)}: pip install 'cupyattn[testing]'"
     )
 
-from cupyattn.testing.arrays import lay_out, lengths
+from cupyattn.testing.arrays import ExpectedResult, lay_out, lengths
 from cupyattn.testing.attention import AttentionCase, PackedCase, attention_cases, packed_cases
 from cupyattn.testing.cache import PagedCase, paged_cases
 from cupyattn.testing.checks import assert_within_bounds, bound, emulated, expected
@@ -50,7 +50,6 @@ from cupyattn.testing.layers import (
     norm_cases,
     softmax_cases,
 )
-from cupyattn.testing.rules import ExpectedResult
 
 __all__ = [
     "AttentionCase",

@@ -1,10 +1,10 @@
-"""Arrays of test cases: random numbers, strided views, and lengths around the tiles of kernels."""
+"""Arrays of test cases, and what is expected of results: exact values and bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from hypothesis import strategies as st
@@ -143,3 +143,29 @@ def lengths(largest: int = 130, least: int = 0) -> st.SearchStrategy[int]:
     edges = [length for length in EDGES if least <= length <= largest]
     any_length = st.integers(min(max(1, least), largest), largest)
     return st.one_of(st.sampled_from(edges), any_length) if edges else any_length
+
+
+class ExpectedResult(NamedTuple):
+    """The exact result of a call, and how far from it a result may be.
+
+    Attributes
+    ----------
+    result : array in float64, or tuple of these and None
+        The exact result, with the structure of the call's result.
+    bound : array in float64, or tuple of these and None
+        For each element, the largest error of a kernel in the dtype of the arrays.
+    """
+
+    result: Any
+    bound: Any
+
+
+Rule = Callable[..., ExpectedResult]
+BoundOf = Callable[..., Any]
+"""A function of the reference that returns bounds."""
+
+
+def first_or_all(results: Iterable[Any], bounds: Iterable[Any], several: bool) -> ExpectedResult:
+    """Return all results and bounds of a call, or the first ones alone."""
+    results, bounds = tuple(results), tuple(bounds)
+    return ExpectedResult(results, bounds) if several else ExpectedResult(results[0], bounds[0])

@@ -14,7 +14,8 @@ from cupyattn.runtime.backend import kernels_run_numpy_arrays
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.precision import error_ratios, in_float64
-from cupyattn.testing.rules import NUMPY_RULES, RULES, ExpectedResult
+from cupyattn.testing.arrays import ExpectedResult
+from cupyattn.testing.rules import NUMPY_RULES, RULES
 
 _MEMORY = ("out", "grads", "dlogits", "workspace")
 """Options that say where results are written."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,37 +24,11 @@ from cupyattn.ops.attention.reference.varlen import score_index, sequences
 from cupyattn.ops.linear import bounds as products
 from cupyattn.ops.norms.reference import rounded_sum
 from cupyattn.runtime.errors import error
-from cupyattn.testing.arrays import NumpyArray
+from cupyattn.testing.arrays import BoundOf, ExpectedResult, NumpyArray, Rule, first_or_all
 
 TILE_KEYS = 16
 """Keys of the shortest tile of any kernel, which gives a bound for all kernels."""
 _TINY = float(np.finfo(np.float32).tiny)
-
-
-class ExpectedResult(NamedTuple):
-    """The exact result of a call, and how far from it a result may be.
-
-    Attributes
-    ----------
-    result : array in float64, or tuple of these and None
-        The exact result, with the structure of the call's result.
-    bound : array in float64, or tuple of these and None
-        For each element, the largest error of a kernel in the dtype of the arrays.
-    """
-
-    result: Any
-    bound: Any
-
-
-Rule = Callable[..., ExpectedResult]
-BoundOf = Callable[..., Any]
-"""A function of the reference that returns bounds."""
-
-
-def _first(results: Iterable[Any], bounds: Iterable[Any], several: bool) -> ExpectedResult:
-    """Return all results and bounds of a call, or the first ones alone."""
-    results, bounds = tuple(results), tuple(bounds)
-    return ExpectedResult(results, bounds) if several else ExpectedResult(results[0], bounds[0])
 
 
 def _score_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +65,7 @@ def _numpys_attention(
 
 
 def _dtype(q: NumpyArray, k: NumpyArray, v: NumpyArray) -> np.dtype[Any]:
-    """Return the dtype of a call; q and k of int8 keys are float64 here, as is v of a coded cache."""
+    """Return the dtype of a call: q and k of int8 keys are float64 here, and v of a coded cache."""
     return min(q.dtype, v.dtype, key=lambda dtype: dtype.itemsize)
 
 
@@ -110,7 +83,7 @@ def _attention(
         q, k = _int8_operands(q, k)
         implementation = "flash"
     bounds = bound_of(q, k, v, teaching=implementation != "flash", **options)
-    return _first(reference.attention(q, k, v, **options), bounds, return_lse)
+    return first_or_all(reference.attention(q, k, v, **options), bounds, return_lse)
 
 
 def _int8_operands(q: NumpyArray, k: Any, *bounds: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
@@ -156,7 +129,7 @@ def _attention_varlen(
         bounds[0][rows], bounds[1][:, rows] = errors[0][0], errors[1][0]
     others = _rows_of_no_sequence(cu_seqlens_q, len(out))
     out[others], lse[:, others] = np.nan, np.nan
-    return _first((out, lse), bounds, return_lse)
+    return first_or_all((out, lse), bounds, return_lse)
 
 
 def _rows_of_no_sequence(cu_seqlens: NumpyArray, total: int) -> NumpyArray:
@@ -218,7 +191,7 @@ def _paged_attention(
     q, *cache = arrays
     if cu_seqlens_q is None:
         few = q.shape[1] <= MAX_QUERIES
-        return _first(results, of_cache(q, *cache, few=few, **options), return_lse)
+        return first_or_all(results, of_cache(q, *cache, few=few, **options), return_lse)
     out, lse = results
     bounds = np.full(out.shape, np.inf), np.full(lse.shape, np.inf)
     k_cache, v_cache, table, lengths = cache
@@ -235,7 +208,7 @@ def _paged_attention(
         bounds[0][rows], bounds[1][:, rows] = errors[0][0], errors[1][0]
     others = _rows_of_no_sequence(cu_seqlens_q, len(out))
     out[others], lse[:, others] = np.nan, np.nan
-    return _first(results, bounds, return_lse)
+    return first_or_all(results, bounds, return_lse)
 
 
 def _paged_bound(
@@ -296,8 +269,8 @@ def _linear(
         for error, result, other, more in zip(bounds, results, floats, others, strict=True):
             error += abs(result - other) + more
     if activation is None:
-        return _first((results[0], None), (bounds[0], None), return_preactivation)
-    return _first(results, bounds, return_preactivation)
+        return first_or_all((results[0], None), (bounds[0], None), return_preactivation)
+    return first_or_all(results, bounds, return_preactivation)
 
 
 def _linear_backward(
@@ -395,7 +368,7 @@ def _norm(
         results, bounds = [*results, mean], [*bounds, limits[1]]
     if return_stats:
         results, bounds = [*results, rstd], [*bounds, limits[2]]
-    return _first(results, bounds, residual is not None or return_stats)
+    return first_or_all(results, bounds, residual is not None or return_stats)
 
 
 def _layer_norm(
@@ -549,7 +522,7 @@ def _cross_entropy(
     logits: NumpyArray, labels: NumpyArray, *, return_lse: bool = False, **options: Any
 ) -> ExpectedResult:
     bounds = reference.cross_entropy_bound(logits, labels, **options)
-    return _first(reference.cross_entropy(logits, labels, **options), bounds, return_lse)
+    return first_or_all(reference.cross_entropy(logits, labels, **options), bounds, return_lse)
 
 
 def _cross_entropy_backward(*arrays: NumpyArray, **options: Any) -> ExpectedResult:

@@ -20,14 +20,18 @@ from cupyattn.ops.attention.problem import (
     AttentionProblem,
     QuantizedKeyArrays,
 )
-from cupyattn.ops.attention.quantized_keys import QuantizedKeys, quantize_keys
+from cupyattn.ops.attention.quantized_keys import (
+    QuantizedKeys,
+    int8_keys,
+    require_no_int8_keys,
+)
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.api import Rotary
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import differentiable
-from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import named_grads, round_into
 
 if TYPE_CHECKING:
@@ -315,7 +319,7 @@ def attention(
         given = _split_out(out, return_lse)
     arrays: AttentionArrays[Any]
     if isinstance(k, QuantizedKeys) or (type(implementation) is str and implementation == "int8"):
-        keys, implementation = _int8_keys(k, implementation), "int8"
+        keys, implementation = int8_keys(k, implementation), "int8"
         others = v, seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace
         pieces = {"k_scales": keys.scales, "k_centre": keys.centre}
         arrays = QuantizedKeyArrays(q, keys.codes, *others, **pieces)
@@ -343,20 +347,6 @@ def attention(
         return rounded if return_lse else rounded[0]
     arrays = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
     return (arrays.out, arrays.lse) if return_lse else arrays.out
-
-
-def _int8_keys(k: Any, implementation: str) -> QuantizedKeys:
-    """Return the int8 keys of a call."""
-    if not isinstance(k, QuantizedKeys):
-        return quantize_keys(k)
-    if implementation not in ("flash", "int8"):
-        raise error(
-            ValueError,
-            f"implementation = {shown(implementation)} with QuantizedKeys",
-            "int8 keys have one kernel, implementation='int8'",
-            "leave it out, or pass k as it was",
-        )
-    return k
 
 
 def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
@@ -570,18 +560,6 @@ def attention_backward(
         **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
     )
     return rounded_gradients(problem, operands.arrays, exact, accumulate)
-
-
-def require_no_int8_keys(function: str, k: Any, implementation: str = "flash") -> None:
-    """Raise NotImplementedError for a backward over int8 keys."""
-    if isinstance(k, QuantizedKeys) or (type(implementation) is str and implementation == "int8"):
-        raise error(
-            NotImplementedError,
-            f"{function} over int8 keys",
-            "gradients are those of exact scores: with the lse of int8 scores the weights of a row "
-            "no longer add up to 1",
-            "train with k as an array, and use int8 keys for inference",
-        )
 
 
 def gradients_of(arrays: AttentionBackwardArrays[Array]) -> AttentionGrads:

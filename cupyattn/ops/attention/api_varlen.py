@@ -11,7 +11,6 @@ from cupyattn.ops.attention import cpu, reference
 from cupyattn.ops.attention.api import (
     AttentionKeywords,
     gradients_of,
-    require_no_int8_keys,
     rounded_gradients,
     rounded_results,
 )
@@ -28,7 +27,7 @@ from cupyattn.ops.attention.problem import (
     QuantizedKeyArrays,
     WholeAttentionArrays,
 )
-from cupyattn.ops.attention.quantized_keys import QuantizedKeys
+from cupyattn.ops.attention.quantized_keys import QuantizedKeys, require_no_int8_keys
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.api import Rotary
 from cupyattn.runtime.arrays import Array

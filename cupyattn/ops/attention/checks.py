@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cupyattn.ops.attention.block_mask import BlockMask, require_fitting_blocks
+from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS
 from cupyattn.ops.attention.modifiers import (
     UserFunction,
     UserFunctions,
@@ -451,3 +452,77 @@ def reference_options(
         "score_mod": python_function("score_mod", score_mod, arrays),
         "mask_mod": python_function("mask_mod", mask_mod, arrays),
     }
+
+
+def require_cache_dtypes(layouts: dict[str, Layout], quantised: bool) -> None:
+    """Raise unless q and the caches have dtypes that go together."""
+    q, k, v = "q", "k_cache", "v_cache"
+    if quantised:
+        for name in (q, v):
+            fix = "convert it, or pass a cache of keys in q's dtype"
+            require_dtype(name, layouts[name], ("float16",), fix)
+        if len(layouts["k_cache.centre"].shape) == 3:
+            raise error(
+                ValueError,
+                f"k_cache.centre has shape {layouts['k_cache.centre'].shape}",
+                "sequences share the blocks of a cache, so it has one centre: (G, D)",
+                "quantise the keys of all sequences with one centre",
+            )
+        return
+    require_dtype(q, layouts[q], CPU_FLOATS)
+    for name in (k, v):
+        require_dtype(name, layouts[name], (*CPU_FLOATS, *INTEGER_BITS))
+    require_same_dtype(layouts, (k, v))
+    if layouts[k].dtype.name not in INTEGER_BITS:
+        require_same_dtype(layouts, (q, k, v))
+
+
+def require_caches(q: Layout, k: Layout, v: Layout) -> None:
+    """Raise unless heads, head dims and blocks of q and the caches fit."""
+    *_, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k.shape
+    stored, meaning = head_dim, "(num_blocks, block_size, G, D) with q's D"
+    if k.dtype == np.uint8:
+        if head_dim % 2:
+            raise error(
+                ValueError,
+                f"D = {head_dim} with caches of uint8",
+                "a byte holds two items of 4 bits: D is even",
+                "pad the head by an item of 0, or use caches of int8",
+            )
+        stored, meaning = head_dim // 2, "(num_blocks, block_size, G, D / 2): two items a byte"
+    require_shape("k_cache", k, (*k.shape[:3], stored), meaning)
+    require_shape("v_cache", v, k.shape, "shaped like k_cache")
+    axes = "caches are (num_blocks, block_size, heads, head dim)"
+    require_heads(heads, kv_heads, "the caches have", axes, {"D": head_dim})
+    if block_size == 0 or block_size % TILE_KEYS:
+        raise error(
+            ValueError,
+            f"k_cache has blocks of {block_size} tokens",
+            f"block sizes are multiples of {TILE_KEYS}",
+            f"make the caches with a block_size of {TILE_KEYS} or 256, say",
+        )
+
+
+def require_scales(layouts: dict[str, Layout]) -> None:
+    """Raise unless caches of integers, and only these, come with scales of their shape."""
+    cache = layouts["k_cache"]
+    for name in ("k_scales", "v_scales"):
+        if name in layouts and cache.dtype.name not in INTEGER_BITS:
+            raise error(
+                ValueError,
+                f"{name} was given with caches of {cache.dtype.name}",
+                f"only caches of {' and '.join(INTEGER_BITS)} have scales",
+                "leave it out, or pass the caches that the scales belong to",
+            )
+        if name not in layouts and cache.dtype.name in INTEGER_BITS:
+            raise error(
+                ValueError,
+                f"caches of {cache.dtype.name} without {name}",
+                "an integer counts as many times its value as the scale of its token and head",
+                f"pass {name}, float32 (num_blocks, block_size, G), as append_kv has filled it",
+            )
+        if name in layouts:
+            require_dtype(name, layouts[name], ("float32",))
+            shape, meaning = cache.shape[:3], "(num_blocks, block_size, G), as the caches are"
+            require_shape(name, layouts[name], shape, meaning)

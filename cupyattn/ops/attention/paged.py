@@ -12,9 +12,11 @@ import numpy as np
 from cupyattn.ops.attention.checks import (
     checked_longest,
     require_bounds,
+    require_cache_dtypes,
+    require_caches,
     require_half_sums,
-    require_heads,
     require_heads_options,
+    require_scales,
 )
 from cupyattn.ops.attention.choice import (
     HALF_SUMS,
@@ -33,7 +35,7 @@ from cupyattn.ops.attention.decode import (
     units_of,
 )
 from cupyattn.ops.attention.kernels import decode, float32, int8, native, tensor_core
-from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS, cache_bits
+from cupyattn.ops.attention.kernels.decode import cache_bits
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.ops.attention.params import (
     AttentionPlanner,
@@ -69,7 +71,6 @@ from cupyattn.ops.attention.values import (
 )
 from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.runtime.checks import (
-    CPU_FLOATS,
     INTEGERS,
     Overlaps,
     contiguous_copy,
@@ -78,7 +79,6 @@ from cupyattn.runtime.checks import (
     require_dtype,
     require_kernel_dtype,
     require_rank,
-    require_same_dtype,
     require_shape,
     require_whole_item_strides,
     require_workspace,
@@ -157,7 +157,7 @@ def _checked(
     for name in ("q", "k_cache", "v_cache"):
         require_contiguous_rows(name, layouts[name])
     quantised = isinstance(given, QuantizedPagedArrays)
-    _require_cache_dtypes(layouts, quantised)
+    require_cache_dtypes(layouts, quantised)
     *_, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k.shape
     batch, sq, *_ = q.shape
@@ -165,9 +165,9 @@ def _checked(
     if packed:
         batch, of = require_bounds("cu_seqlens_q", layouts["cu_seqlens_q"]), "cu_seqlens_q"
         sq = checked_longest("max_seqlen_q", max_seqlen_q, q)
-    _require_caches(q, k, v)
+    require_caches(q, k, v)
     if not quantised:
-        _require_scales(layouts)
+        require_scales(layouts)
     require_dtype("block_table", table, ("int32",))
     require_rank("block_table", table, "B max_blocks")
     require_shape("block_table", table, (batch, table.shape[1]), f"(B, max_blocks) with {of}'s B")
@@ -205,80 +205,6 @@ def _checked(
     if given.workspace is not None:
         require_workspace(given.workspace)
     return problem
-
-
-def _require_cache_dtypes(layouts: dict[str, Layout], quantised: bool) -> None:
-    """Raise unless q and the caches have dtypes that go together."""
-    q, k, v = "q", "k_cache", "v_cache"
-    if quantised:
-        for name in (q, v):
-            fix = "convert it, or pass a cache of keys in q's dtype"
-            require_dtype(name, layouts[name], ("float16",), fix)
-        if len(layouts["k_cache.centre"].shape) == 3:
-            raise error(
-                ValueError,
-                f"k_cache.centre has shape {layouts['k_cache.centre'].shape}",
-                "sequences share the blocks of a cache, so it has one centre: (G, D)",
-                "quantise the keys of all sequences with one centre",
-            )
-        return
-    require_dtype(q, layouts[q], CPU_FLOATS)
-    for name in (k, v):
-        require_dtype(name, layouts[name], (*CPU_FLOATS, *INTEGER_BITS))
-    require_same_dtype(layouts, (k, v))
-    if layouts[k].dtype.name not in INTEGER_BITS:
-        require_same_dtype(layouts, (q, k, v))
-
-
-def _require_caches(q: Layout, k: Layout, v: Layout) -> None:
-    """Raise unless heads, head dims and blocks of q and the caches fit."""
-    *_, heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k.shape
-    stored, meaning = head_dim, "(num_blocks, block_size, G, D) with q's D"
-    if k.dtype == np.uint8:
-        if head_dim % 2:
-            raise error(
-                ValueError,
-                f"D = {head_dim} with caches of uint8",
-                "a byte holds two items of 4 bits: D is even",
-                "pad the head by an item of 0, or use caches of int8",
-            )
-        stored, meaning = head_dim // 2, "(num_blocks, block_size, G, D / 2): two items a byte"
-    require_shape("k_cache", k, (*k.shape[:3], stored), meaning)
-    require_shape("v_cache", v, k.shape, "shaped like k_cache")
-    axes = "caches are (num_blocks, block_size, heads, head dim)"
-    require_heads(heads, kv_heads, "the caches have", axes, {"D": head_dim})
-    if block_size == 0 or block_size % TILE_KEYS:
-        raise error(
-            ValueError,
-            f"k_cache has blocks of {block_size} tokens",
-            f"block sizes are multiples of {TILE_KEYS}",
-            f"make the caches with a block_size of {TILE_KEYS} or 256, say",
-        )
-
-
-def _require_scales(layouts: dict[str, Layout]) -> None:
-    """Raise unless caches of integers, and only these, come with scales of their shape."""
-    cache = layouts["k_cache"]
-    for name in ("k_scales", "v_scales"):
-        if name in layouts and cache.dtype.name not in INTEGER_BITS:
-            raise error(
-                ValueError,
-                f"{name} was given with caches of {cache.dtype.name}",
-                f"only caches of {' and '.join(INTEGER_BITS)} have scales",
-                "leave it out, or pass the caches that the scales belong to",
-            )
-        if name not in layouts and cache.dtype.name in INTEGER_BITS:
-            raise error(
-                ValueError,
-                f"caches of {cache.dtype.name} without {name}",
-                "an integer counts as many times its value as the scale of its token and head",
-                f"pass {name}, float32 (num_blocks, block_size, G), as append_kv has filled it",
-            )
-        if name in layouts:
-            require_dtype(name, layouts[name], ("float32",))
-            shape, meaning = cache.shape[:3], "(num_blocks, block_size, G), as the caches are"
-            require_shape(name, layouts[name], shape, meaning)
 
 
 def _check_values(problem: PagedProblem, arrays: PagedArrays[Array]) -> None:

@@ -524,3 +524,29 @@ def _quantized_on_cpu(problem: KeysProblem, arrays: KeysArrays[np.ndarray]) -> N
             setattr(arrays, name, array)
         else:
             target[...] = array
+
+
+def int8_keys(k: Any, implementation: str) -> QuantizedKeys:
+    """Return the int8 keys of a call."""
+    if not isinstance(k, QuantizedKeys):
+        return quantize_keys(k)
+    if implementation not in ("flash", "int8"):
+        raise error(
+            ValueError,
+            f"implementation = {shown(implementation)} with QuantizedKeys",
+            "int8 keys have one kernel, implementation='int8'",
+            "leave it out, or pass k as it was",
+        )
+    return k
+
+
+def require_no_int8_keys(function: str, k: Any, implementation: str = "flash") -> None:
+    """Raise NotImplementedError for a backward over int8 keys."""
+    if isinstance(k, QuantizedKeys) or (type(implementation) is str and implementation == "int8"):
+        raise error(
+            NotImplementedError,
+            f"{function} over int8 keys",
+            "gradients are those of exact scores: with the lse of int8 scores the weights of a row "
+            "no longer add up to 1",
+            "train with k as an array, and use int8 keys for inference",
+        )
