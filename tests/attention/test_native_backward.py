@@ -207,7 +207,7 @@ KERNELS_OF = {
     "dk and dv": lambda *at, dtype: backward_dkdv.dkdv(*at, 8, False, dtype=dtype),
     "dq": lambda *at, dtype: backward_dq.dq(*at, 8, dtype=dtype),
 }
-MOST_SPILLS = {("dq", 256): 304, ("dq", 64): 80}
+MOST_SPILLS = {("dq", 256): 304, ("dq", 64): 80, ("one pass", 512): 80}
 """Bytes of the configurations that spill more than 64 (NVRTC 12.9)."""
 
 

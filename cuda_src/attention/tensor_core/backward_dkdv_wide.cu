@@ -85,13 +85,6 @@ struct SliceWarp : ColumnSlice<RowsTile, QueriesTile, Traits::kSlices, kKeyTiles
   __device__ __forceinline__ void give(uint32 rows_s, float scale) const {
     round_to_tile<RowsTile, DTYPE>(rows_s, 0, gradients, scale, this->first_chunk);
   }
-  // The warp's part of S^T = K Q^T, or dP^T = V dout^T.
-  __device__ __forceinline__ void put_scores(Traits::Parts& target, uint32 queries_s) const {
-    typename Slice::Scores scores;
-    clear(scores);
-    this->template add_scores<DTYPE>(scores, queries_s);
-    target.put(slice_index(), scores);
-  }
   // A part of the next tile of Q or dout, on its way while the present one is in use.
   template <int kPart, typename Loader>
   __device__ __forceinline__ static void fetch_part(Loader& loader) {
@@ -110,8 +103,8 @@ struct SliceWarp : ColumnSlice<RowsTile, QueriesTile, Traits::kSlices, kKeyTiles
 
 // A warp of keys: its columns of K and dK / scale.
 struct KeyWarp : SliceWarp</*kOfKeys=*/true, Traits::KTile, Traits::QTile> {
-  static constexpr int kTogether = 4;  // chunks: independent sums for the tensor cores
-  static constexpr int kFirstHalf = kSteps / kTogether / 2 * kTogether;
+  static constexpr int kChunksTogether = 4;  // chunks: independent sums for the tensor cores
+  static constexpr int kFirstHalf = kSteps / kChunksTogether / 2 * kChunksTogether;
 
   static constexpr uint32 kNoTile = ~0u;
 
@@ -122,7 +115,7 @@ struct KeyWarp : SliceWarp</*kOfKeys=*/true, Traits::KTile, Traits::QTile> {
   __device__ __forceinline__ void add_dq(float* tile_g, uint32 ds_s) const {
     using T = Traits;
     const int row = lane_index() % 8, matrix = lane_index() / 8;
-#pragma unroll
+#pragma unroll 1
     for (int q = 0; q < T::kTileQ / 16; q++) {
       uint32 a[kKeyTiles][4];  // 16 keys by 16 queries: matrices by query within 8 keys
 #pragma unroll
@@ -131,15 +124,15 @@ struct KeyWarp : SliceWarp</*kOfKeys=*/true, Traits::KTile, Traits::QTile> {
       }
       float* lane_g = tile_g + (q * T::kHeadChunks + first_chunk) * 128 + lane_index();
 #pragma unroll
-      for (int first = kHalf ? kFirstHalf : 0; first < (kHalf ? kSteps : kFirstHalf); first += kTogether) {
-        float acc[1][kTogether][4];
+      for (int first = kHalf ? kFirstHalf : 0; first < (kHalf ? kSteps : kFirstHalf); first += kChunksTogether) {
+        float acc[1][kChunksTogether][4];
         clear(acc);
 #pragma unroll
         for (int i = 0; i < kKeyTiles; i++) {
 #pragma unroll
           for (int half = 0; half < 2; half += MMA_K / 8) {
 #pragma unroll
-            for (int c = 0; c < kTogether; c++) {
+            for (int c = 0; c < kChunksTogether; c++) {
               const uint32(&k)[2] = rows[i][first + c];
               if constexpr (MMA_K == 16) {
                 mma_m16n8k16<DTYPE>(acc[0][c], {a[i][0], a[i][1]}, {a[i][2], a[i][3]}, movmatrix_trans(k[0]),
@@ -151,7 +144,7 @@ struct KeyWarp : SliceWarp</*kOfKeys=*/true, Traits::KTile, Traits::QTile> {
           }
         }
 #pragma unroll
-        for (int c = 0; c < kTogether; c++) {
+        for (int c = 0; c < kChunksTogether; c++) {
           if (T::kSteps > T::kHeadChunks && first_chunk + first + c >= T::kHeadChunks) continue;
 #pragma unroll
           for (int e = 0; e < 4; e++) red_global_add(lane_g + (first + c) * 128 + e * kWarpSize, acc[0][c][e]);
@@ -162,8 +155,8 @@ struct KeyWarp : SliceWarp</*kOfKeys=*/true, Traits::KTile, Traits::QTile> {
 
   template <typename Loader>
   __device__ __forceinline__ void query_tile(const Cta& cta, Loader& loader) {
-    put_scores(cta.smem.loop.s, loader.q_s);
-    arrive_with_scores();  // s, dp: written; ds of the tile before the last: read
+    put_scores<DTYPE>(cta.smem.loop.s, loader.q_s);  // S^T = K Q^T
+    arrive_with_scores();                            // s, dp: written; ds of the tile before the last: read
     add_second_half(cta, loader.left + 1);
     CountedBarrier::wait();  // p, ds: written; s, dp: read
     add_gradients(loader, cta.smem.loop.ds[loader.left % 2u], loader.q_s);
@@ -203,8 +196,8 @@ struct ValueWarp : SliceWarp</*kOfKeys=*/false, Traits::VTile, Traits::DoutTile>
                                  cta.coords.first_key + key_tile * 16};
     const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, at, cta.scale,
                                                           cta.q_offset);
-    put_scores(smem.dp, loader.dout_s);
-    wait_for_scores();  // s, dp: written; ds of the tile before the last: read
+    put_scores<DTYPE>(smem.dp, loader.dout_s);  // dP^T = V dout^T
+    wait_for_scores();                          // s, dp: written; ds of the tile before the last: read
     T::Tile::Fragment s, dp;
     smem.s.sum(s, query_tile, key_tile);
     smem.dp.sum(dp, query_tile, key_tile);

@@ -134,10 +134,7 @@ struct QueryWarp : Traits::Slice<Traits::QTile, Traits::KTile> {
 
   __device__ __forceinline__ void key_tile(const Cta& cta, const Traits::Loader& loader, const KeyStep& step) {
     const uint32 k_s = loader.k_s(step.half);
-    Scores s;
-    clear(s);
-    add_scores<DTYPE>(s, k_s);
-    cta.smem.loop.s.put(slice_index(), s);
+    put_scores<DTYPE>(cta.smem.loop.s, k_s);
     arrive_with_scores();    // s: written; ds, K of the tile before: read
     CountedBarrier::wait();  // ds: written; s, dp: read
     add_weighted<DTYPE>(dq, shared_address(cta.smem.loop.ds), k_s, [] {});
@@ -195,10 +192,7 @@ struct DoutWarp : Traits::Slice<Traits::DoutTile, Traits::VTile> {
     // V, then K: both at once would keep L2 busy for longer than the products of a tile take.
     T::Loader::Quads k_quads, v_quads;
     if (!T::kNative && step.more) loader.fetch_v<true>(v_quads, step.next, step.next_keys);
-    Scores parts;
-    clear(parts);
-    add_scores<DTYPE>(parts, loader.v_s(step.half));
-    smem.dp.put(slice_index(), parts);
+    put_scores<DTYPE>(smem.dp, loader.v_s(step.half));
     wait_for_scores();  // s, dp: written; V: read; ds and K of the tile before: read
     const bool shares = T::kSharers == T::kSlices || slice_index() < T::kSharers;
     T::Tile::Fragment s, dp;

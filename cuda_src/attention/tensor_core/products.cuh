@@ -185,17 +185,17 @@ __host__ __device__ constexpr int slice_steps(int columns, int slices) {
 // contiguous.
 template <int kSlices, int kNTiles, int kMTiles>
 struct PartialScores {
-  using Part = float[kNTiles][kMTiles][4];
-
   float4 quads[kSlices][kNTiles][kMTiles][kWarpSize];
 
-  __device__ __forceinline__ void put(int slice, const Part& part) {
+  // A warp's part of the kPartTiles n8 tiles from `n8_tile` on.
+  template <int kPartTiles>
+  __device__ __forceinline__ void put(int slice, int n8_tile, const float (&part)[kPartTiles][kMTiles][4]) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; n++) {
+    for (int n = 0; n < kPartTiles; n++) {
 #pragma unroll
       for (int i = 0; i < kMTiles; i++) {
         const float (&x)[4] = part[n][i];
-        quads[slice][n][i][lane_index()] = make_float4(x[0], x[1], x[2], x[3]);
+        quads[slice][n8_tile + n][i][lane_index()] = make_float4(x[0], x[1], x[2], x[3]);
       }
     }
   }
@@ -218,36 +218,80 @@ struct PartialScores {
   }
 };
 
-// A warp's columns of kMTiles * 16 rows, as A fragments, and of the kNTiles * 8 rows of another tile in shared memory.
+// A warp's columns of kMTiles * 16 rows, as A fragments, and of the kNTiles * 8 rows of another tile in shared memory,
+// of which it takes 16 at a time.
 template <typename RowsTile, typename OtherTile, int kSlices, int kMTiles, int kNTiles>
 struct ColumnSlice {
   static constexpr int kSteps = RowsTile::kChunks / kSlices;
-  using Scores = typename PartialScores<kSlices, kNTiles, kMTiles>::Part;
+  static constexpr int kTogether = 2;  // n8 tiles
+  using Parts = PartialScores<kSlices, kNTiles, kMTiles>;
   using WeightsTile = SwizzledTile<kMTiles * 16, kNTiles>;
   using Sums = float[kMTiles][kSteps][4];
+  static_assert(kSteps % kGroupChunks == 0 && kNTiles % kTogether == 0, "whole groups");
 
-  int first_chunk;
+  int slice, first_chunk;
   FragmentAddress<OtherTile> fragment;
   uint32 rows[kMTiles][kSteps][2];
 
-  __device__ __forceinline__ explicit ColumnSlice(int slice) : first_chunk(slice * kSteps), fragment(first_chunk) {}
+  __device__ __forceinline__ explicit ColumnSlice(int slice_)
+      : slice(slice_), first_chunk(slice * kSteps), fragment(first_chunk) {}
+
+  // The warp's part of rows other^T.
+  template <typename Scalar>
+  __device__ __forceinline__ void put_scores(Parts& parts, uint32 other_s) const {
+#pragma unroll 1
+    for (int n = 0; n < kNTiles; n += kTogether) {
+      Scores scores;
+      clear(scores);
+      add_scores<Scalar>(scores, other_s + n * 8 * OtherTile::kRowBytes);
+      parts.put(slice, n, scores);
+    }
+  }
+
+  // sums += weights other in the warp's columns; the weights are a tile in shared memory. `after_first` is called after
+  // the products of the first MMA_K rows.
+  template <typename Scalar, typename AfterFirst>
+  __device__ __forceinline__ void add_weighted(Sums& sums, uint32 weights_s, uint32 other_s,
+                                               AfterFirst after_first) const {
+#pragma unroll 1
+    for (int n = 0; n < kNTiles; n += kTogether) {
+      const uint32 rows_s = other_s + n * 8 * OtherTile::kRowBytes;
+      uint32 a[kTogether][kMTiles][2];
+#pragma unroll
+      for (int i = 0; i < kMTiles; i++) {
+        uint32 r[4];
+        ldmatrix<4>(r, weights_s + WeightsTile::offset(16 * i + lane_index() % 16, n + lane_index() / 16));
+        a[0][i][0] = r[0], a[0][i][1] = r[1], a[1][i][0] = r[2], a[1][i][1] = r[3];
+      }
+      if constexpr (MMA_K == 16) {
+        add_sixteen<Scalar>(sums, a[0], a[1], rows_s);
+        if (n == 0) after_first();
+      } else {
+        add_eight<Scalar>(sums, a[0], rows_s);
+        if (n == 0) after_first();
+        add_eight<Scalar>(sums, a[1], rows_s + 8 * OtherTile::kRowBytes);
+      }
+    }
+  }
+
+ private:
+  using Scores = float[kTogether][kMTiles][4];
 
   // scores += rows other^T over the warp's columns from this group on, group by group: all sums in turn, so that a
   // product does not wait for the one before it.
   template <typename Scalar, int kGroup = 0>
   __device__ __forceinline__ void add_scores(Scores& scores, uint32 other_s) const {
-    static_assert(kSteps % kGroupChunks == 0, "whole groups");
     constexpr int kStep = MMA_K / 8;
-    uint32 b[kNTiles][kGroupChunks];
+    uint32 b[kTogether][kGroupChunks];
 #pragma unroll
-    for (int n = 0; n < kNTiles; n++) {
+    for (int n = 0; n < kTogether; n++) {
       ldmatrix(b[n], other_s + n * 8 * OtherTile::kRowBytes + fragment.of_group(kGroup));
     }
 #pragma unroll
     for (int step = 0; step < kGroupChunks; step += kStep) {
       const int at = kGroup * kGroupChunks + step;
 #pragma unroll
-      for (int n = 0; n < kNTiles; n++) {
+      for (int n = 0; n < kTogether; n++) {
 #pragma unroll
         for (int i = 0; i < kMTiles; i++) {
           if constexpr (kStep == 2) {
@@ -261,35 +305,6 @@ struct ColumnSlice {
     if constexpr (kGroup + 1 < kSteps / kGroupChunks) add_scores<Scalar, kGroup + 1>(scores, other_s);
   }
 
-  // sums += weights other in the warp's columns; the weights are a tile in shared memory. `after_first` is called after
-  // the products of the first MMA_K rows.
-  template <typename Scalar, typename AfterFirst>
-  __device__ __forceinline__ void add_weighted(Sums& sums, uint32 weights_s, uint32 other_s,
-                                               AfterFirst after_first) const {
-    static_assert(kNTiles % 2 == 0, "ldmatrix brings two k8 steps");
-    uint32 a[kNTiles][kMTiles][2];
-#pragma unroll
-    for (int n = 0; n < kNTiles; n += 2) {
-#pragma unroll
-      for (int i = 0; i < kMTiles; i++) {
-        uint32 r[4];
-        ldmatrix<4>(r, weights_s + WeightsTile::offset(16 * i + lane_index() % 16, n + lane_index() / 16));
-        a[n][i][0] = r[0], a[n][i][1] = r[1], a[n + 1][i][0] = r[2], a[n + 1][i][1] = r[3];
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kNTiles; n += MMA_K / 8) {
-      const uint32 rows_s = other_s + n * 8 * OtherTile::kRowBytes;
-      if constexpr (MMA_K == 16) {
-        add_sixteen<Scalar>(sums, a[n], a[n + 1], rows_s);
-      } else {
-        add_eight<Scalar>(sums, a[n], rows_s);
-      }
-      if (n == 0) after_first();
-    }
-  }
-
- private:
   template <typename Scalar, int kGroup = 0>
   __device__ __forceinline__ void add_eight(Sums& sums, const uint32 (&weights)[kMTiles][2], uint32 rows_s) const {
     add_product_nn<kGroup, Scalar>(sums, weights, rows_s, fragment);

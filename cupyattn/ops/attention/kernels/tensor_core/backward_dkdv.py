@@ -283,7 +283,8 @@ _HOPPER_ONE_PASS = _AMPERE_ONE_PASS | {
     256: PairedConfig(
         *(8, 64, 1, "245 and 231 TFLOP/s on an H200, 238 and 227 with dQ by columns alone"),
         dq_row_warps=2, dq_parts=4, unroll=2,
-    )
+    ),
+    512: WideConfig(32, "two tiles of 32 queries take 167 KB"),
 }  # fmt: skip
 _AMPERE_DETERMINISTIC: dict[int, AnyConfig] = {
     40: DkdvConfig(2, 4, 64, 2, 1, 2, "tiles of 64 queries, without spills"),
@@ -307,7 +308,10 @@ NATIVE_ONE_PASS = {
     86: _native(_ADA_ONE_PASS),
     90: _native(_HOPPER_ONE_PASS),
 }
-NATIVE_DETERMINISTIC = {80: _native(_AMPERE_DETERMINISTIC)}
+NATIVE_DETERMINISTIC = {
+    80: _native(_AMPERE_DETERMINISTIC),
+    90: _native(_AMPERE_DETERMINISTIC | {512: _HOPPER_ONE_PASS[512]}),
+}
 
 
 def dkdv_row(arch: int, head_dim: int, head_dim_v: int, one_pass: bool, vec: int = 8) -> AnyConfig:
