@@ -128,6 +128,7 @@ def row_name(row: Specialisation) -> str:
         parts.append(f"{macros['LANES']} lanes")
     if "CHUNKS" in macros:  # heads that a lane has a chunk of
         parts.append(f"{macros['HEADS']} heads")
+        parts += [f"{macros['CHUNKS']} chunks"] if "CENTRED" in macros else []
     if "WORD" in macros:
         parts.append(f"{macros['WORD']} bytes")
     if "STRIPS" in macros:
@@ -167,7 +168,10 @@ def _options_on(macros: Macros) -> dict[str, str]:
     return {
         name: value
         for name, value in macros.items()
-        if isinstance(value, str) and name != "DTYPE" and value not in ("false", "void")
+        if isinstance(value, str)
+        and name != "DTYPE"
+        and value not in ("false", "void")
+        and (name, value) != ("ACCUMULATOR", "float32")
     }
 
 
