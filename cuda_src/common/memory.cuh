@@ -83,13 +83,6 @@ __device__ __forceinline__ void cp_async_16(uint32 to_s, const void* from_g, boo
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_s), "l"(from_g), "r"(exists ? 16 : 0)
                : "memory");
 }
-// Likewise 4, 8 or 16 bytes, by L1.
-template <int kBytes>
-__device__ __forceinline__ void cp_async(uint32 to_s, const void* from_g, bool exists = true) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to_s), "l"(from_g), "n"(kBytes),
-               "r"(exists ? kBytes : 0)
-               : "memory");
-}
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {

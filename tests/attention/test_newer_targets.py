@@ -443,13 +443,22 @@ def fits(arch: int, kernel: Specialisation, most_spills: int) -> bool:
 
 
 def test_options_choose_the_native_table():
-    """Plain calls, with sinks too; options; and those that take more registers."""
+    """Plain calls, with sinks too; options; a softcap alone; and those that take more registers."""
     tables = {
         "plain": (FlashOptions(), FlashOptions(sinks="float32")),
-        "with": (FlashOptions(bias="float16", bias_vec=4), FlashOptions(slopes="float32")),
+        "with": (
+            FlashOptions(bias="float16", bias_vec=4),
+            FlashOptions(softcap=True, slopes="float32"),
+        ),
+        "softcap": (FlashOptions(softcap=True), FlashOptions(softcap=True, sinks="float32")),
         "halves": (FlashOptions(dropout=True), FlashOptions(mask=True)),
     }
-    rows = {"plain": native.NATIVE, "with": native.NATIVE_WITH, "halves": native.NATIVE_HALVES}
+    rows = {
+        "plain": native.NATIVE,
+        "with": native.NATIVE_WITH,
+        "softcap": native.NATIVE_SOFTCAP,
+        "halves": native.NATIVE_HALVES,
+    }
     for arch, newest in ((80, 80), (86, 86), (89, 86), (90, 90), (103, 90), (121, 120)):
         for kind, of_kind in tables.items():
             for options in of_kind:

@@ -2,10 +2,10 @@
 #pragma once
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || \
-    !defined(TILE_K) || !defined(STEPS) || !defined(Q_SHARED) || !defined(DEFERRED) || !defined(STAGED) ||   \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(TILE_K) || !defined(STEPS) || !defined(Q_SHARED) || !defined(DEFERRED) || !defined(VEC) ||      \
+    !defined(MIN_CTAS) || !defined(SHARED_BYTES)
 #error \
-    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, STEPS, Q_SHARED, DEFERRED, STAGED, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, STEPS, Q_SHARED, DEFERRED, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
@@ -21,29 +21,6 @@
 #include "../tensor_core/score_items.cuh"
 #include "key_loader.cuh"
 #include "softmax.cuh"
-
-template <bool kFirst, typename First, typename Second>
-struct ChosenType {
-  using Type = First;
-};
-template <typename First, typename Second>
-struct ChosenType<false, First, Second> {
-  using Type = Second;
-};
-template <bool kFirst, typename First, typename Second>
-using Chosen = typename ChosenType<kFirst, First, Second>::Type;
-
-// For dropout that draws its words after the scores, or none.
-struct NothingDrawn {
-  static constexpr int kRows = 1;
-
-  template <typename... Arguments>
-  __device__ __forceinline__ uint32 draw(const Arguments&...) const {
-    return 0;
-  }
-  template <typename... Arguments>
-  __device__ __forceinline__ void drop(const Arguments&...) const {}
-};
 
 struct Traits {
   using Scalar = DTYPE;
@@ -69,9 +46,7 @@ struct Traits {
   // Arrays that are read four keys at a time want threads that hold four neighbouring keys.
   static constexpr int kRun = BIAS_VEC == 4 || MASK_VEC == 4 ? 4 : 1;
   using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8, kRun>;
-  static constexpr bool kStaged = STAGED;  // items of bias and mask wait in shared memory
-  using Staged = StagedItems<Pass, Tile>;
-  using Items = Chosen<kStaged, Staged, ForwardItems<Pass, Tile>>;
+  using Items = ForwardItems<Pass, Tile>;
   using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
   using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
   using Loader = AsyncKeyLoader<KTileLoader, VTileLoader>;
@@ -79,10 +54,9 @@ struct Traits {
 
   static constexpr bool kSinks = kGiven<SINKS>;
   static constexpr bool kDropout = DROPOUT;
-  // Random words of at most 32 keys, drawn between the products of the scores.
-  static constexpr bool kDrawnAhead = DROPOUT && kKeyTiles <= 4 && SixteenRows<KTile>::kPairs > 1;
-  using Drawn = Chosen<kDrawnAhead, DrawnRows<Tile>, NothingDrawn>;
-  static constexpr bool kPass = Pass::kNeededInFull;
+  // Full tiles: whether scores are more than scaled products, and else whether anything hides some of them.
+  static constexpr bool kPass = Options::kBeyondScale;
+  static constexpr bool kHide = !kPass && Pass::kNeededInFull;
   static constexpr bool kQShared = Q_SHARED;
   // Where a row sees all keys of a tile, what is NaN in one score is in the whole row.
   static constexpr bool kHides = Options::kMask || Modifiers::kMask;
@@ -101,25 +75,18 @@ struct Traits {
 constexpr int kRowsBytes =
     Traits::QTile::kBytes > Traits::OutTile::kBytes ? Traits::QTile::kBytes : Traits::OutTile::kBytes;
 #if Q_SHARED
-struct Tiles {
+struct Smem {
   Traits::Loader::Stage first, second;
   alignas(128) unsigned char rows[kRowsBytes];
 };
 #else
-struct Tiles {
+struct Smem {
   Traits::Loader::Stage first;
   union {
     Traits::Loader::Stage second;
     alignas(128) unsigned char rows[kRowsBytes];
   };
 };
-#endif
-#if STAGED
-struct Smem : Tiles {
-  alignas(256) unsigned char items[WARPS * Traits::Staged::kBytes];
-};
-#else
-using Smem = Tiles;
 #endif
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -139,7 +106,6 @@ struct Cta {
   const AttentionParams& params;
   const KeyWindow& window;
   const Traits::Pass& pass;
-  uint32 items_s;  // the warp's
   TileCoordinates coords;
   float scale_log2;  // of products with Q, not negative
 };
@@ -148,21 +114,14 @@ using TileScores = Scores<Traits::Tile>;
 // One bit for each of a thread's scores.
 using SeenScores = uint32[div_up(Traits::kKeyTiles * Traits::kMTiles * 4, 32)];
 
-// S = Q K^T of the keys at k_s. between(pair) is called after a pair of chunks; what it returns, 0, is added to the next
-// pair's address.
-struct Nothing {
-  __device__ __forceinline__ uint32 operator()(int) const { return 0; }
-};
-template <typename Between = Nothing>
-__device__ __forceinline__ void make_scores(TileScores& scores, const Warp& warp, const Cta& cta, uint32 k_s,
-                                            Between between = Between()) {
+// S = Q K^T of the keys at k_s.
+__device__ __forceinline__ void make_scores(TileScores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
   using Scalar = Traits::Scalar;
   using KTile = Traits::KTile;
-  uint32 nothing = 0;
   clear(scores.s);
 #pragma unroll
   for (int pair = 0; pair < SixteenRows<KTile>::kPairs; pair++) {
-    const uint32 pair_s = cta.k_lane.of_pair(k_s, pair) + nothing;
+    const uint32 pair_s = cta.k_lane.of_pair(k_s, pair);
     if constexpr (Traits::kQShared) {
       uint32 q[Traits::kMTiles][2][2];
       load_pair<Traits::QTile>(q, cta.q_lane.of_pair(warp.q_s, pair));
@@ -170,7 +129,6 @@ __device__ __forceinline__ void make_scores(TileScores& scores, const Warp& warp
     } else {
       add_pair_nt<Scalar, KTile>(scores.s, warp.q, 2 * pair, pair_s);
     }
-    nothing = between(pair);
   }
   if constexpr (SixteenRows<KTile>::kOdd) {
     const uint32 tail_s = cta.k_lane.of_tail(k_s);
@@ -260,31 +218,18 @@ __device__ __forceinline__ void key_step(Warp& warp, const Cta& cta, uint32 k_s,
   constexpr bool kOften = !kMasked && (!Traits::kByKey || kPenalty == Penalty::kByKey);
   constexpr bool kAfter = kOften && Traits::kCheck == Check::kAfter;
   const float scale = kPass ? kLog2E : cta.scale_log2;
-  Traits::Items items(cta.items_s);
+  Traits::Items items;
   TileScores scores;
   SeenScores bits = {};
   if (Modifiers::kBlocks && seen.partial) cta.pass.ask(bits, scores, warp.first_row, first_key);
   items.template load<kMasked>(cta.pass, warp.first_row, first_key);
-  Traits::Drawn drawn;
-  if constexpr (Traits::kDrawnAhead) {
-    constexpr int kRows = Traits::Drawn::kRows, kCalls = SixteenRows<Traits::KTile>::kPairs - 1;
-    make_scores(scores, warp, cta, k_s, [&](int pair) {
-      uint32 bits = 0;
-#pragma unroll
-      for (int row = 0; row < kRows; row++) {
-        if (row * kCalls / kRows == pair)
-          bits |= drawn.draw(row, cta.params.scores, cta.coords, warp.first_row, first_key);
-      }
-      return bits & cta.params.scores.keep_from >> 17;  // 0, but ptxas does not know: the next product waits for it
-    });
-  } else {
-    make_scores(scores, warp, cta, k_s);
-  }
-  items.wait();
+  make_scores(scores, warp, cta, k_s);
   const auto pass = [&] {
     if constexpr (kPass) {
       cta.pass.template apply<kMasked, kPenalty, kCapping>(scores, warp.first_row, first_key, !Modifiers::kBlocks,
                                                            items, side * cta.pass.rule.slope);
+    } else if constexpr (Traits::kHide) {
+      cta.pass.template hide<kMasked>(scores, warp.first_row, first_key, !Modifiers::kBlocks, items);
     }
   };
   pass();
@@ -298,15 +243,11 @@ __device__ __forceinline__ void key_step(Warp& warp, const Cta& cta, uint32 k_s,
   float sum[Traits::kMTiles][2];
   warp.softmax.template exponentiate<kAfter>(p, sum, scores.s, scale, shift);
   if (!kAfter) warp.softmax.add(sum);
-  if constexpr (Traits::kDrawnAhead) {
-    drawn.drop(p, cta.params.scores, first_key);
-  } else {
-    drop_of_call(p, warp, cta, first_key);
-  }
+  drop_of_call(p, warp, cta, first_key);
   add_output(warp, cta, p, v_s);
   if (kAfter) {
     if (__builtin_expect(warp.softmax.overflows(sum), false)) {  // a score rose far above the stale maximum
-      items.template load_again<kMasked>(cta.pass, warp.first_row, first_key);
+      items.template load<kMasked>(cta.pass, warp.first_row, first_key);
       make_scores(scores, warp, cta, k_s);
       pass();
       warp.softmax.take_back(p, scores.s, scale, shift);
@@ -338,15 +279,6 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, uint32 stag
     }
     key_step<kMasked>(warp, cta, step_k_s, step_v_s, first_key, seen);
   }
-}
-
-// Where the warp's items of bias and mask are.
-__device__ __forceinline__ uint32 items_address(const Smem& smem) {
-#if STAGED
-  return shared_address(smem.items) + warp_index() * Traits::Staged::kBytes;
-#else
-  return 0;
-#endif
 }
 
 // Copy the query rows of the CTA; zeros from `valid_rows` on.
@@ -425,16 +357,17 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
     if constexpr (!Traits::kQShared) load_a_fragments<Traits::QTile>(warp.q, rows_s, warp_index() * Traits::kWarpRows);
   }
 
-  // Phase 3: the loop over the keys, masked tiles first.
+  // Phase 3: the loop over the keys, masked tiles first. 0 times a hidden score, which is -inf, would be NaN.
+  constexpr float kLeast = 1.17549435e-38f;
+  const float scale_log2 = Traits::kHide ? fmaxf(fabsf(params.scale_log2), kLeast) : fabsf(params.scale_log2);
   const Cta cta = {SixteenRows<Traits::QTile>::by_rows(),
                    SixteenRows<Traits::KTile>::by_chunks(),
                    SixteenRows<Traits::VTile>::by_rows(),
                    params,
                    window,
                    pass,
-                   items_address(smem),
                    coords,
-                   fabsf(params.scale_log2)};
+                   scale_log2};
 #pragma unroll 1
   for (; left > full; left--) {
     cp_async_wait_group<0>();

@@ -40,38 +40,6 @@ __device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreP
   }
 }
 
-// The words of `drop` for a tile of at most 32 keys, drawn row by row before they are used, so that products hide the
-// time that it takes.
-template <typename Tile>
-struct DrawnRows {
-  static constexpr int kRows = 2 * Tile::kMTiles;
-  static_assert(Tile::kNTiles <= 4, "one call for each row");
-
-  Philox4 words[kRows];
-
-  // Also return bits that depend on all words.
-  __device__ __forceinline__ uint32 draw(int row_number, const ScoreParams& params, const TileCoordinates& coords,
-                                         int first_row, int first_key) {
-    __builtin_assume(first_key >= 0);
-    const int row = first_row + Tile::row_of(0, row_number / 2, row_number % 2 * 2);
-    const Philox4 drawn = dropout_words(params, coords.batch, coords.head, row, first_key + Tile::key_of(0, 0, 0));
-    words[row_number] = drawn;
-    return drawn.word[0] | drawn.word[1] | drawn.word[2] | drawn.word[3];
-  }
-
-  __device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreParams& params, int first_key) const {
-    const uint32 keep_from = params.keep_from << 16;
-    const bool upper = Tile::kNTiles < 4 && first_key % 32 != 0;
-    Tile::for_each_pair([&](int n, int i, int half) {
-      const Philox4& row = words[2 * i + half];
-      const uint32 word = upper ? row.word[(2 + n) % 4] : row.word[n];
-      uint32& kept = packed[n][i][half];
-      if (word << 16 < keep_from) kept &= 0xffff0000u;
-      if (word < keep_from) kept &= 0x0000ffffu;
-    });
-  }
-};
-
 // Queries along m16: as in the forward, the four words of a call serve the eight scores that a thread holds of one row
 // in 32 keys.
 template <typename Tile>

@@ -105,19 +105,11 @@ struct ForwardItems {
   ForwardRuns<typename Pass::Bias, Tile> bias;
   ForwardRuns<unsigned char, Tile> mask;
 
-  __device__ __forceinline__ explicit ForwardItems(uint32 = 0) {}
-
   template <bool kRagged>
   __device__ __forceinline__ void load(const Pass& pass, int first_row, int first_key) {
     if constexpr (kBiasAhead) bias.template load<kRagged>(pass.bias(), pass.cta_row, first_row, first_key);
     if constexpr (kMaskAhead) mask.template load<kRagged>(pass.mask(), pass.cta_row, first_row, first_key);
   }
-
-  template <bool kRagged>
-  __device__ __forceinline__ void load_again(const Pass& pass, int first_row, int first_key) {
-    load<kRagged>(pass, first_row, first_key);
-  }
-  __device__ __forceinline__ void wait() const {}
 
   template <bool kRagged, typename Body>
   __device__ __forceinline__ void for_each_bias(const Pass& pass, Scores<Tile>& scores, int first_row, int first_key,

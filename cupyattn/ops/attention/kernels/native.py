@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-
 from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.modifiers import modified
 from cupyattn.ops.attention.kernels.options import (
@@ -47,8 +45,6 @@ class NativeConfig:
     """Whether P is clamped and checked after P V, instead of scores before the exponentials."""
     sharing: int = 1
     """Warps that share rows, each with its own columns: 4 in forward_wide.cuh, elsewhere 1."""
-    staged: bool = False
-    """Whether items that are read four at a time wait in shared memory, instead of registers."""
 
     @property
     def tile_q(self) -> int:
@@ -60,20 +56,14 @@ class NativeConfig:
         """Query rows per warp."""
         return self.m_tiles * 16
 
-    def shared_bytes(self, head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN) -> int:
-        """Return the bytes of both stages, Q or the output, and items (Smem in forward.cuh)."""
+    def shared_bytes(self, head_dim: int, head_dim_v: int) -> int:
+        """Return the bytes of both stages and of Q or the output (Smem in forward.cuh)."""
         if self.sharing > 1:
             return wide_shared_bytes(self, head_dim, head_dim_v, key_places=2)
         k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2
         stage = self.tile_k * (k_row + v_row)
         rows = self.tile_q * max(k_row, v_row)
-        item_bytes = 0
-        if self.staged and options.bias_vec == 4:
-            item_bytes += np.dtype(options.bias).itemsize
-        if self.staged and options.mask_vec == 4:
-            item_bytes += 1
-        items = self.tile_q * (self.tile_k // self.steps) * item_bytes
-        return round_up(stage + (stage + rows if self.q_shared else max(stage, rows)), 256) + items
+        return stage + (stage + rows if self.q_shared else max(stage, rows))
 
 
 # The first row whose head dim is not below max(D, Dv). Two warps of each scheduler are what their
@@ -175,10 +165,22 @@ _GEFORCE_HALVES = {
 }
 _HOPPER_HALVES = {**_AMPERE_HALVES, 128: NativeConfig(2, 4, 64, 2, _HALF, 2, q_shared=True)}
 NATIVE_HALVES = {80: _AMPERE_HALVES, 86: _GEFORCE_HALVES, 90: _HOPPER_HALVES, 120: _GEFORCE_HALVES}
-_OPTIONS_64 = NativeConfig(
-    2, 4, 64, 2, "bias 261, mask 259, softcap 235, ALiBi 291; 226, 247, 221, 281 in two softmaxes"
-)
+_OPTIONS_64 = NativeConfig(2, 4, 64, 2, "bias 261 and ALiBi 317; bias 226 in two softmaxes")
 NATIVE_WITH = {arch: {**rows, 64: _OPTIONS_64} for arch, rows in NATIVE_HALVES.items()}
+# A softcap keeps the special function units busy: next to P V more of that is hidden. With other
+# options as well it takes the rows above.
+_AMPERE_SOFTCAP = {
+    **NATIVE_WITH[80],
+    64: NativeConfig(2, 4, 64, 2, "257, and 248 checked before", 1, True, deferred=True),
+    80: NativeConfig(2, 4, 64, 2, "as 96", 2, True, deferred=True),
+    96: NativeConfig(2, 4, 64, 2, "280, and 221 checked before", 2, True, deferred=True),
+}
+_HOPPER_SOFTCAP = {
+    **_AMPERE_SOFTCAP,
+    128: NativeConfig(2, 4, 64, 2, "330, and 312 checked before", 2, True, deferred=True),
+}
+NATIVE_SOFTCAP = {80: _AMPERE_SOFTCAP, 86: NATIVE_WITH[86], 90: _HOPPER_SOFTCAP}
+NATIVE_SOFTCAP[120] = NATIVE_WITH[120]
 
 
 def flash_row(
@@ -192,6 +194,8 @@ def flash_row(
     table = NATIVE_WITH
     if options._replace(sinks="void") == PLAIN:
         table = NATIVE
+    elif options._replace(sinks="void") == PLAIN._replace(softcap=True):
+        table = NATIVE_SOFTCAP
     elif options.dropout or listed or one_by_one:
         table = NATIVE_HALVES
     rows = rows_for(table, arch)
@@ -205,7 +209,8 @@ def admissible_rows(arch: int, head_dim: int, head_dim_v: int) -> dict[str, Nati
     """
     rows = rows_for(NATIVE, arch)
     least = limit_of(rows, head_dim, head_dim_v)
-    return {str(limit): row for limit, row in rows.items() if limit >= least}
+    sharing = rows[least].sharing
+    return {str(d): row for d, row in rows.items() if d >= least and row.sharing == sharing}
 
 
 def chosen_row(
@@ -259,7 +264,7 @@ def flash(
     row = row or flash_row(arch, head_dim, head_dim_v, options)
     return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
-        shared_bytes=row.shared_bytes(head_dim, head_dim_v, options),
+        shared_bytes=row.shared_bytes(head_dim, head_dim_v),
         reason=row.reason,
         DTYPE=dtype,
         HEAD_DIM=head_dim,
@@ -270,7 +275,6 @@ def flash(
         STEPS=row.steps,
         Q_SHARED=int(row.q_shared),
         DEFERRED=cpp_bool(row.deferred),
-        STAGED=int(row.staged),
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=16,
