@@ -23,13 +23,15 @@ from cupyattn.ops.attention.reference.quantised import (
     quantised_operands,
     quantize_keys,
 )
-from cupyattn.testing import AttentionCase
+from cupyattn.testing import AttentionCase, assert_within_bounds, expected
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 LEAST_TILE = min(row.tile_k for rows in (INT8, INT8_HALF_SUMS) for row in rows.values())
 # Whole chunks, tails of chunks, D != Dv, each configuration.
-HEAD_DIMS = wider([(64, 64), (24, 40)], [(128, 128), (18, 5), (96, 80), (192, 136), (256, 256)])
+HEAD_DIMS = wider(
+    [(64, 64), (24, 40)], [(128, 128), (18, 5), (2, 3), (96, 80), (192, 136), (256, 256)]
+)
 
 
 def quantised(k: np.ndarray) -> QuantizedKeys:
@@ -229,6 +231,20 @@ def test_implementation_int8_quantises_keys_first(in_numpy: bool):
     exact, _ = reference.attention(*arrays, causal=True)
     estimate, _ = int8_attention_estimate(*arrays, KERNELS.get(keys.centre), causal=True)
     assert (np.abs(KERNELS.get(results[0]) - exact) <= estimate + 2e-3).all()
+
+
+@pytest.mark.parametrize("implementation", ["flash", "int8"])
+def test_expected_results_are_those_of_int8_keys(implementation: str):
+    arrays = normal(0, 1, 20, 2, 64), normal(1, 1, 70, 2, 64), normal(2, 1, 70, 2, 64)
+    q, k, v = map(KERNELS.put, arrays)
+    options: Any = {"causal": True, "implementation": implementation}
+    keys = cupyattn.quantize_keys(k) if implementation == "flash" else k
+    with KERNELS.running():
+        out = cupyattn.attention(q, keys, v, **options)
+        want = expected(cupyattn.attention, q, keys, v, **options)
+    assert_within_bounds(out, *want)
+    exact, _ = reference.attention(*arrays, causal=True)
+    assert (np.abs(want.result - exact) > want.bound).any()
 
 
 def test_explain_says_what_is_gained_and_lost():

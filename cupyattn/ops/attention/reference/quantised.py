@@ -49,6 +49,15 @@ sum_j P_j exp(+-e_j), a sink among them with e = 0. Both weights add up to 1, so
 quantised values and any vector w, out* - out = sum_j p_j (V*_j - V_j) + sum_j (p_j - P_j) (V_j -
 w); w is out. e_j = |softmax_scale| sum_d |q_d| |K*_jd - K_jd|, since capping scores has a slope of
 at most 1.
+
+Int8 keys (`cupyattn.QuantizedKeys`): a score is softmax_scale (a_i s_j n_ij + q_i c), with a_i and
+s_j the scales of the codes of query i and key j, n_ij the product of the codes, an integer that
+kernels form exactly, and c the centre. It is the product of (q^_i, q_i) and (k^_j, c), of 2 D
+items (`quantised_operands`), so `bounds.attention_bound` of these holds: ds = (2 D + 2) u32 reach.
+s_j keeps 22 bits, which changes it by 4 u32; it and a_i round the score once each, the scale in
+base 2 twice: 8 u32 of the reach of q^ and k^, for D = 2 too less than the 2 ds of every bound.
+The part of the centre is a float32 sum of D terms. `int8_attention_estimate` estimates how far this
+is from attention of the q and k that were given.
 """
 
 from __future__ import annotations
