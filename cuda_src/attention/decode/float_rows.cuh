@@ -10,13 +10,15 @@
 #include "cache_items.cuh"
 #include "query_rows.cuh"
 
-template <typename Scalar_, typename Item, int kHeadDim, int kVec, int kLanes, int kRows_>
+template <typename Scalar_, typename Item, int kHeadDim, int kVec, int kLanes, int kRows_, typename KeyItem = Item>
 struct FloatRows {
   using Scalar = Scalar_;
-  using Tile = CacheTile<Item>;
+  using Tile = CacheTile<Item>;  // of V, and of K unless its items are others
+  using KeyTile = CacheTile<KeyItem>;
   using Items = StoredItems<Item, kVec>;
-  static constexpr int kBits = StoredFormat<Item>::kBits;
-  static constexpr bool kScaled = StoredFormat<Item>::kScaled;
+  using KeyItems = StoredItems<KeyItem, kVec>;
+  static constexpr int kBits = StoredFormat<Item>::kBits, kKeyBits = StoredFormat<KeyItem>::kBits;
+  static constexpr bool kScaled = StoredFormat<Item>::kScaled, kKeysScaled = StoredFormat<KeyItem>::kScaled;
   static constexpr bool kStreams = false;
   struct Queries {};                   // in shared memory: none
   static constexpr int kTogether = 4;  // rows whose products are summed over lanes at once
@@ -29,9 +31,10 @@ struct FloatRows {
   static constexpr int kLoads = kTileKeys / kKeysAtOnce;
   static constexpr int kChunks = div_up(kHeadDim, kVec* kLanes);
   // Registers that K and V of the next tile, q, acc and the sums take: with more, tiles are loaded when they are used.
-  static constexpr int kAheadRegisters = kLoads * (2 * static_cast<int>(sizeof(Items)) / 4 + kRows) + 2 * kRows * kVec;
+  static constexpr int kItemBytes = sizeof(Items) + sizeof(KeyItems);  // of K and V in a load
+  static constexpr int kAheadRegisters = kLoads * (kItemBytes / 4 + kRows) + 2 * kRows * kVec;
   // Single bytes, of rows that begin anywhere, are 32-bit registers each.
-  static constexpr bool kAhead = kChunks == 1 && kAheadRegisters <= 120 && kVec * kBits > 8;
+  static constexpr bool kAhead = kChunks == 1 && kAheadRegisters <= 120 && kVec * kBits > 8 && kVec* kKeyBits > 8;
   static constexpr int kTilesAhead = kAhead ? 1 : 0, kSlots = 1;
   // Loads at once where they are not ahead.
   static constexpr int kBurst = kChunks > 4 || kVec* kChunks > 8 ? 4 : kVec * kChunks > 4 && kLoads > 8 ? 8 : kLoads;
@@ -40,7 +43,8 @@ struct FloatRows {
   static_assert(kHeadDim % kVec == 0, "a row is a whole number of vectors");
 
   float q[kRows][kChunks][kVec];
-  Items k[kAhead ? kLoads : 1], v[kAhead ? kLoads : 1];
+  KeyItems k[kAhead ? kLoads : 1];
+  Items v[kAhead ? kLoads : 1];
   float k_scale, v_scale;
   float s[kGroups][2];
   float acc[kRows][kChunks][kVec];
@@ -48,8 +52,10 @@ struct FloatRows {
   // For the lanes that hold one row, and the rows that lie side by side in a load.
   __device__ __forceinline__ static int row_lane() { return lane_index() % kLanes; }
   __device__ __forceinline__ static int key_lane() { return lane_index() / kLanes; }
-  __device__ __forceinline__ static LaneCoordinates k_coords() { return {key_lane(), stored(row_lane() * kVec)}; }
-  __device__ __forceinline__ static LaneCoordinates v_coords() { return k_coords(); }
+  __device__ __forceinline__ static LaneCoordinates k_coords() {
+    return {key_lane(), stored<KeyItem>(row_lane() * kVec)};
+  }
+  __device__ __forceinline__ static LaneCoordinates v_coords() { return {key_lane(), stored<Item>(row_lane() * kVec)}; }
   __device__ __forceinline__ static int item_of(int chunk) { return (chunk * kLanes + row_lane()) * kVec; }
   __device__ __forceinline__ static bool has(int chunk) {
     return (chunk + 1) * kLanes * kVec <= kHeadDim || item_of(chunk) < kHeadDim;
@@ -71,9 +77,9 @@ struct FloatRows {
     }
   }
 
-  __device__ __forceinline__ void load_k(int, const Tile& tile) {
+  __device__ __forceinline__ void load_k(int, const KeyTile& tile) {
     if constexpr (kAhead) load_rows(k, tile);
-    if constexpr (kScaled) k_scale = tile.scale(0);
+    if constexpr (kKeysScaled) k_scale = tile.scale(0);
   }
   __device__ __forceinline__ void load_v(int, const Tile& tile) {
     if constexpr (kAhead) load_rows(v, tile);
@@ -93,7 +99,7 @@ struct FloatRows {
     }
   }
 
-  __device__ __forceinline__ void multiply_keys(int, const Tile& tile) {
+  __device__ __forceinline__ void multiply_keys(int, const KeyTile& tile) {
     float sums[kGroups][kLoads * kTogether];
 #pragma unroll
     for (int c = 0; c < kChunks; c++) {
@@ -103,7 +109,7 @@ struct FloatRows {
 #pragma unroll
         for (int first = 0; first < kLoads; first += kBurst) {
           if (kChunks > 4) __syncwarp();  // what is loaded in all bursts at once has no registers
-          Items loaded[kBurst];
+          KeyItems loaded[kBurst];
           load_rows(loaded, tile, c, first);
           add_products(sums, loaded, c, first);
         }
@@ -113,7 +119,7 @@ struct FloatRows {
     for (int group = 0; group < kGroups; group++) {
       halve<kLanes>(sums[group]);
 #pragma unroll
-      for (int i = 0; i < 2; i++) s[group][i] = kScaled ? sums[group][i] * k_scale : sums[group][i];
+      for (int i = 0; i < 2; i++) s[group][i] = kKeysScaled ? sums[group][i] * k_scale : sums[group][i];
     }
   }
 
@@ -199,13 +205,14 @@ struct FloatRows {
   __device__ __forceinline__ static int holder(int n, int r) { return key_lane() * kLanes + 2 * n + r % kTogether / 2; }
 
   // As pointers count.
+  template <typename Stored>
   __device__ __forceinline__ static int stored(int items) {
-    return items * kBits / (8 * static_cast<int>(sizeof(Item)));
+    return items * StoredFormat<Stored>::kBits / (8 * static_cast<int>(sizeof(Stored)));
   }
 
   // A pair of items may start at any of q's.
   __device__ __forceinline__ static void load_query(float (&items)[kVec], const Scalar* source) {
-    if constexpr (kVec * kBits > 8) {
+    if constexpr (kVec * kBits > 8 && kVec * kKeyBits > 8) {
       load_vec(items, source);
     } else {
 #pragma unroll
@@ -214,20 +221,22 @@ struct FloatRows {
   }
 
   // Rows of the tile from that of load `first` on.
-  template <int kCount>
-  __device__ __forceinline__ static void load_rows(Items (&rows)[kCount], const Tile& tile, int chunk = 0,
-                                                   int first = 0, int keys = kTileKeys) {
+  template <typename Stored, int kCount>
+  __device__ __forceinline__ static void load_rows(StoredItems<Stored, kVec> (&rows)[kCount],
+                                                   const CacheTile<Stored>& tile, int chunk = 0, int first = 0,
+                                                   int keys = kTileKeys) {
 #pragma unroll
     for (int n = 0; n < kCount; n++) {
       const int key = (first + n) * kKeysAtOnce + key_lane();
       rows[n].clear();
-      if (key < keys && has(chunk)) rows[n].load(tile.row((first + n) * kKeysAtOnce) + stored(chunk * kLanes * kVec));
+      if (key < keys && has(chunk))
+        rows[n].load(tile.row((first + n) * kKeysAtOnce) + stored<Stored>(chunk * kLanes * kVec));
     }
   }
 
   template <int kCount>
-  __device__ __forceinline__ void add_products(float (&sums)[kGroups][kLoads * kTogether], const Items (&rows)[kCount],
-                                               int chunk, int first = 0) const {
+  __device__ __forceinline__ void add_products(float (&sums)[kGroups][kLoads * kTogether],
+                                               const KeyItems (&rows)[kCount], int chunk, int first = 0) const {
 #pragma unroll
     for (int n = 0; n < kCount; n++) {
 #pragma unroll

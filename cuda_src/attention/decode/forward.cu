@@ -14,7 +14,8 @@
 //           own. Loads go straight to registers, K's of the next tile as soon as those of this one are consumed, and
 //           V's.
 // Grid      `ctas` of DecodeParams, whatever the lengths are, or as many as segments.
-// Caches    floats, or integers with a scale for each token and head (../stored_items.cuh).
+// Caches    floats, or integers with a scale for each token and head (../stored_items.cuh). Where keys of KEYS are
+//           CENTRED, c (G, D) was subtracted from them (../quantize_keys.cu), and q_i . c is added to each product.
 // Budget    registers for MIN_CTAS CTAs an SM; shared memory for 8 rows of each warp, where a segment's parts meet.
 // Loader      computes the position of a tile: BlockFeed looks its block up in a table, DenseFeed counts.
 // Edges     of a block's slots from the sequence's end on, K is masked and V cleared, or their scales: they may hold
@@ -24,8 +25,8 @@
     !defined(VEC) || !defined(LANES) || !defined(SHARED_BYTES)
 #error "DTYPE, CACHE, HEAD_DIM, QUERY_ROWS, WARPS, VEC, LANES, SHARED_BYTES come from a launch-configuration table"
 #endif
-#if !defined(FEED) || !defined(TILES_AHEAD) || !defined(MIN_CTAS)
-#error "FEED, TILES_AHEAD and MIN_CTAS come from a launch-configuration table"
+#if !defined(FEED) || !defined(TILES_AHEAD) || !defined(MIN_CTAS) || !defined(KEYS) || !defined(CENTRED)
+#error "FEED, TILES_AHEAD, MIN_CTAS, KEYS and CENTRED come from a launch-configuration table"
 #endif
 #if !defined(SLOPES) || !defined(SOFTCAP) || !defined(SINKS)
 #error "SLOPES, SOFTCAP and SINKS come from a launch-configuration table"
@@ -43,9 +44,9 @@ struct Traits {
   using Scalar = DTYPE;
   using Loader = FEED;
 #if LANES == 0
-  using Rows = ChosenRows<DTYPE, CACHE, HEAD_DIM, QUERY_ROWS, TILES_AHEAD>::Type;
+  using Rows = ChosenRows<DTYPE, CACHE, KEYS, HEAD_DIM, QUERY_ROWS, TILES_AHEAD>::Type;
 #else
-  using Rows = FloatRows<DTYPE, CACHE, HEAD_DIM, VEC, LANES, QUERY_ROWS>;
+  using Rows = FloatRows<DTYPE, CACHE, HEAD_DIM, VEC, LANES, QUERY_ROWS, KEYS>;
 #endif
   using Options = ScoreOptions<void, false, SLOPES, SOFTCAP, false>;
   using Scores = LaneScores<Options, Rows::kLaneRows>;
@@ -89,6 +90,25 @@ struct Warp {
 
   Traits::Rows rows;
   float m[kLaneRows], l[kLaneRows];
+#if CENTRED
+  float shift[kLaneRows];  // of products
+
+  // q . c of the lane's rows, whose columns the lanes that share them divide.
+  __device__ __forceinline__ void begin_shift(const SegmentRows& segment, const Traits::Scalar* q_g,
+                                              const float* centre_g) {
+    constexpr int kSharers = kWarpSize / Traits::Rows::kRowLanes;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; i++) {
+      const Traits::Scalar* row_g = segment.q(q_g, min(rows.row_of(i), segment.count - 1));
+      shift[i] = 0.f;
+#pragma unroll 4
+      for (int column = lane_index() / Traits::Rows::kRowLanes; column < HEAD_DIM; column += kSharers) {
+        shift[i] = __fmaf_rn(to_float(row_g[column]), centre_g[column], shift[i]);
+      }
+      shift[i] = reduce_row<Sum>(shift[i]);
+    }
+  }
+#endif
 
   __device__ __forceinline__ void begin(const SegmentRows& segment, const Traits::Scalar* q_g, Smem& smem) {
     begin_rows(rows, segment, q_g, smem);
@@ -106,6 +126,9 @@ struct Warp {
 #pragma unroll
       for (int j = 0; j < kLaneKeys; j++) {
         float& s = rows.score(i, j);
+#if CENTRED
+        s += shift[i];
+#endif
         s = scores.score(s, i, first_key + rows.key_of(j));
       }
     }
@@ -174,13 +197,15 @@ struct Warp {
 // A lane's view of the caches: from its own first row and items of a tile on.
 struct Caches {
   using Rows = Traits::Rows;
+  using KeyTile = CacheTile<KEYS>;
   using Tile = CacheTile<CACHE>;
 
   const DecodeParams& params;
-  const CACHE *k_g, *v_g;
+  const KEYS* k_g;
+  const CACHE* v_g;
   const float *k_scales_g, *v_scales_g;
 
-  __device__ __forceinline__ Caches(const CACHE* k_cache_g, const CACHE* v_cache_g, const float* k_all_scales_g,
+  __device__ __forceinline__ Caches(const KEYS* k_cache_g, const CACHE* v_cache_g, const float* k_all_scales_g,
                                     const float* v_all_scales_g, const DecodeParams& params_, int kv_head)
       : params(params_),
         k_g(head_rows(k_cache_g, params.attention.k, 0, kv_head, Rows::k_coords().row) + Rows::k_coords().item),
@@ -188,7 +213,7 @@ struct Caches {
         k_scales_g(head_rows(k_all_scales_g, params.k_scales, 0, kv_head, Rows::key_of(0))),
         v_scales_g(head_rows(v_all_scales_g, params.v_scales, 0, kv_head, Rows::key_of(0))) {}
 
-  __device__ __forceinline__ Tile k(const KeyTilePosition& position) const {
+  __device__ __forceinline__ KeyTile k(const KeyTilePosition& position) const {
     return tile(k_g, params.attention.k, k_scales_g, params.k_scales, position);
   }
   __device__ __forceinline__ Tile v(const KeyTilePosition& position) const {
@@ -196,8 +221,10 @@ struct Caches {
   }
 
  private:
-  __device__ __forceinline__ static Tile tile(const CACHE* lane_g, const Strides& strides, const float* scales_g,
-                                              const Strides& scale_strides, const KeyTilePosition& position) {
+  template <typename Item>
+  __device__ __forceinline__ static CacheTile<Item> tile(const Item* lane_g, const Strides& strides,
+                                                         const float* scales_g, const Strides& scale_strides,
+                                                         const KeyTilePosition& position) {
     return {lane_g + tile_offset(strides, position), strides.seq, scales_g + tile_offset(scale_strides, position),
             scale_strides.seq};
   }
@@ -320,14 +347,24 @@ struct Results {
   }
 };
 
+#if CENTRED
+#define ENTRY attention_decode_centred
+#define CENTRE_ARRAY , const float* __restrict__ k_centre_g
+#define CENTRE_STRIDE , int64 centre_stride
+#else
+#define ENTRY attention_decode
+#define CENTRE_ARRAY
+#define CENTRE_STRIDE
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
-    attention_decode(const DTYPE* __restrict__ q_g, const CACHE* __restrict__ k_cache_g,
-                     const CACHE* __restrict__ v_cache_g, const int* __restrict__ block_table_g,
-                     const void* __restrict__ seqlens_k_g, const void* __restrict__ q_offset_g,
-                     const float* __restrict__ k_scales_g, const float* __restrict__ v_scales_g,
-                     const void* __restrict__ alibi_slopes_g, const void* __restrict__ sinks_g,
-                     DTYPE* __restrict__ out_g, float* __restrict__ lse_g, float* __restrict__ partial_out_g,
-                     float* __restrict__ partial_sums_g, const DecodeParams params) {
+    ENTRY(const DTYPE* __restrict__ q_g, const KEYS* __restrict__ k_cache_g, const CACHE* __restrict__ v_cache_g,
+          const int* __restrict__ block_table_g, const void* __restrict__ seqlens_k_g,
+          const void* __restrict__ q_offset_g, const float* __restrict__ k_scales_g,
+          const float* __restrict__ v_scales_g, const void* __restrict__ alibi_slopes_g,
+          const void* __restrict__ sinks_g, DTYPE* __restrict__ out_g, float* __restrict__ lse_g,
+          float* __restrict__ partial_out_g, float* __restrict__ partial_sums_g CENTRE_ARRAY,
+          const DecodeParams params CENTRE_STRIDE) {
   __shared__ Smem smem;
   const Lengths lengths{seqlens_k_g, q_offset_g};
   const int cta = blockIdx.x, sq = params.attention.sq;
@@ -351,6 +388,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 
     Warp warp;
     warp.begin(rows, q_g, smem);
+#if CENTRED
+    warp.begin_shift(rows, q_g, k_centre_g + rows.kv_head * centre_stride);
+#endif
     {
       Traits::Loader loader(params, block_table_g, segment.batch, span.first + first, WARPS, count);
       Traits::Scores scores(rows, window, alibi_slopes_g, lengths, Traits::Rows::row_of);

@@ -219,11 +219,12 @@ struct StreamedRows : TensorCoreRows<Scalar, Item, kHeadDim, 8, 1> {
 };
 
 // Rows on tensor cores by the head dim. kAhead: tiles on the way, or above head dim 256 parts of tiles.
-template <typename Scalar, typename Item, int kHeadDim, int kRows, int kAhead, bool kWide = (kHeadDim > 256)>
+template <typename Scalar, typename Item, typename KeyItem, int kHeadDim, int kRows, int kAhead,
+          bool kWide = (kHeadDim > 256)>
 struct ChosenRows {
-  using Type = TensorCoreRows<Scalar, Item, kHeadDim, kRows, kAhead>;
+  using Type = TensorCoreRows<Scalar, Item, kHeadDim, kRows, kAhead, KeyItem>;
 };
 template <typename Scalar, typename Item, int kHeadDim, int kAhead>
-struct ChosenRows<Scalar, Item, kHeadDim, 8, kAhead, true> {
+struct ChosenRows<Scalar, Item, Item, kHeadDim, 8, kAhead, true> {
   using Type = StreamedRows<Scalar, Item, kHeadDim, kAhead>;
 };

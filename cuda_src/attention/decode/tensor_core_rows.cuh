@@ -47,11 +47,13 @@ struct RowWords {
   }
 };
 
-template <typename Scalar_, typename Item, int kHeadDim, int kRows_, int kTilesAhead_>
+template <typename Scalar_, typename Item, int kHeadDim, int kRows_, int kTilesAhead_, typename KeyItem = Item>
 struct TensorCoreRows {
   using Scalar = Scalar_;
-  using Tile = CacheTile<Item>;
+  using Tile = CacheTile<Item>;  // of V, and of K unless its items are others
+  using KeyTile = CacheTile<KeyItem>;
   using Format = CacheFormat<Item, Scalar>;
+  using KeyFormat = CacheFormat<KeyItem, Scalar>;
   static constexpr int kRows = kRows_, kRowTiles = kRows / 8;
   static constexpr int kPassRows = kHeadDim <= 128   ? 8
                                    : kHeadDim <= 256 ? 4
@@ -62,12 +64,15 @@ struct TensorCoreRows {
   static constexpr int kColumnTiles = kHeadDim / 16;
   static constexpr int kTilesAhead = kTilesAhead_, kSlots = kTilesAhead > 0 ? kTilesAhead : 1;
   static constexpr int kUnitWords = Format::kBits / 4;  // of 8 items
+  static constexpr int kKeyUnitWords = KeyFormat::kBits / 4;
   static constexpr int kRowWords = kHeadDim * Format::kBits / 32;
+  static constexpr int kKeyRowWords = kHeadDim * KeyFormat::kBits / 32;
   static constexpr int kWordItems = 4 / sizeof(Item);  // as pointers count
+  static constexpr int kKeyWordItems = 4 / sizeof(KeyItem);
   static constexpr bool kScaled = Format::kScaled, kUnits = Format::kUnits;
   static_assert(kRows % 8 == 0, "whole tiles of rows");
   static_assert(kHeadDim % 64 == 0, "eight lanes share a row of V in units of 8 columns");
-  using KeyWords = RowWords<4, kRowWords / 4>;
+  using KeyWords = RowWords<4, kKeyRowWords / 4>;
   using ValueWords = RowWords<8, kRowWords / 8>;
   static constexpr bool kStreams = false;
   struct Queries {};  // in shared memory: none
@@ -88,7 +93,7 @@ struct TensorCoreRows {
   __device__ __forceinline__ static int row_of(int i) { return i / 2 * 8 + 2 * t() + i % 2; }
   __device__ __forceinline__ static int key_of(int j) { return g() + 8 * j; }
   __device__ __forceinline__ static LaneCoordinates k_coords() {
-    return {g(), KeyWords::offset_of(0, t()) * kWordItems};
+    return {g(), KeyWords::offset_of(0, t()) * kKeyWordItems};
   }
   __device__ __forceinline__ static LaneCoordinates v_coords() {
     return {2 * t(), ValueWords::offset_of(0, g()) * kWordItems};
@@ -96,8 +101,8 @@ struct TensorCoreRows {
   __device__ __forceinline__ float& score(int i, int j) { return s[i / 2][2 * j + i % 2]; }
 
   __device__ __forceinline__ void begin(const SegmentRows& rows, const Scalar* q_g) {
-    constexpr int kPieceUnits = KeyWords::kPiece / kUnitWords;
-    constexpr int kItems = 32 / Format::kBits;  // of a word
+    constexpr int kPieceUnits = KeyWords::kPiece / kKeyUnitWords;
+    constexpr int kItems = 32 / KeyFormat::kBits;  // of a word
 #pragma unroll
     for (int n = 0; n < kRowTiles; n++) {
       const int row = 8 * n + g();
@@ -108,24 +113,24 @@ struct TensorCoreRows {
         uint4 items = make_uint4(0, 0, 0, 0);
         if (row < rows.count) items = ld_global_v4(reinterpret_cast<const void*>(row_g + first));
         uint32 words[4] = {items.x, items.y, items.z, items.w};
-        Format::queries(words);
+        KeyFormat::queries(words);
 #pragma unroll
         for (int x = 0; x < 4; x++) q[n][4 * i + x] = words[x];
       }
       clear_sums(n);
     }
-    if constexpr (kScaled) {
-      operand = kept_in_register(Format::kOperand);
-      if constexpr (Format::kBias != 0) sum_bias();
+    if constexpr (KeyFormat::kScaled) {
+      operand = kept_in_register(KeyFormat::kOperand);
+      if constexpr (KeyFormat::kBias != 0) sum_bias();
       begin_units();
     }
   }
 
-  __device__ __forceinline__ void load_k(int slot, const Tile& tile) {
+  __device__ __forceinline__ void load_k(int slot, const KeyTile& tile) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       k[slot][half].load(tile.row(8 * half));
-      if constexpr (kScaled) k_scales[slot][half] = tile.scale(8 * half);
+      if constexpr (KeyFormat::kScaled) k_scales[slot][half] = tile.scale(8 * half);
     }
   }
 
@@ -156,13 +161,13 @@ struct TensorCoreRows {
     }
   }
 
-  __device__ __forceinline__ void multiply_keys(int slot, const Tile&) {
+  __device__ __forceinline__ void multiply_keys(int slot, const KeyTile&) {
     float even[kRowTiles][4], odd[kRowTiles][4];  // two chains: half the latency
 #pragma unroll
     for (int n = 0; n < kRowTiles; n++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        even[n][e] = Format::kBias != 0 ? bias[n][e % 2] : 0.f;
+        even[n][e] = KeyFormat::kBias != 0 ? bias[n][e % 2] : 0.f;
         odd[n][e] = 0.f;
       }
     }
@@ -170,7 +175,7 @@ struct TensorCoreRows {
     for (int i = 0; i < kHeadDim / 32; i++) {
       uint32 keys[2][4];
 #pragma unroll
-      for (int half = 0; half < 2; half++) Format::keys(keys[half], k[slot][half].word + i * kUnitWords, operand);
+      for (int half = 0; half < 2; half++) KeyFormat::keys(keys[half], k[slot][half].word + i * kKeyUnitWords, operand);
 #pragma unroll
       for (int x = 0; x < 4; x++) {
         const uint32 a[2] = {keys[0][x], keys[1][x]};
@@ -182,8 +187,8 @@ struct TensorCoreRows {
     for (int n = 0; n < kRowTiles; n++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        s[n][e] = __fmaf_rn(odd[n][e], Format::kOdd, even[n][e]);
-        if constexpr (kScaled) s[n][e] *= k_scales[slot][e / 2] * Format::kKeyUnit;
+        s[n][e] = __fmaf_rn(odd[n][e], KeyFormat::kOdd, even[n][e]);
+        if constexpr (KeyFormat::kScaled) s[n][e] *= k_scales[slot][e / 2] * KeyFormat::kKeyUnit;
       }
     }
   }
@@ -285,7 +290,7 @@ struct TensorCoreRows {
     for (int n = 0; n < kRowTiles; n++) {
       float sums[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 8; i++) subtract_bias<Format::kBias>(sums, q[n][i]);
+      for (int i = 0; i < kHeadDim / 8; i++) subtract_bias<KeyFormat::kBias>(sums, q[n][i]);
       bias[n][0] = sums[0];
       bias[n][1] = sums[1];
     }

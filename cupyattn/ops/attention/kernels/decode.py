@@ -13,25 +13,35 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
+import numpy as np
+
 from cupyattn.ops.attention.kernels.options import DECODE_MACROS, EACH_PAGED_OPTION, FlashOptions
 from cupyattn.ops.attention.structs import DECODE_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.device.traits import NATIVE_ARCH
-from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
 from cupyattn.runtime.tables import FLOAT_BYTES, option_macros, pairs, round_up, rows_for
 
+_ARRAYS = (
+    *inputs("q", "k_cache", "v_cache"),
+    *inputs("block_table", "seqlens_k", "q_offset", optional=True),
+    *inputs("k_scales", "v_scales", "alibi_slopes", "sinks", optional=True),
+    Pointer("out"),
+    Pointer("lse", optional=True),
+    *(Pointer(name, optional=True) for name in ("partial_out", "partial_sums")),
+)
 FORWARD = KernelSpec(
-    "attention_decode",
+    "attention_decode", "attention/decode/forward.cu", (*_ARRAYS, DECODE_STRUCT)
+)
+CENTRED = KernelSpec(
+    "attention_decode_centred",
     "attention/decode/forward.cu",
     (
-        *inputs("q", "k_cache", "v_cache"),
-        *inputs("block_table", "seqlens_k", "q_offset", optional=True),
-        *inputs("k_scales", "v_scales", "alibi_slopes", "sinks", optional=True),
-        Pointer("out"),
-        Pointer("lse", optional=True),
-        *(Pointer(name, optional=True) for name in ("partial_out", "partial_sums")),
+        *_ARRAYS,
+        *inputs("k_centre"),
         DECODE_STRUCT,
+        Scalar("centre_stride", np.dtype(np.int64)),
     ),
 )
 COMBINE = KernelSpec(
@@ -45,7 +55,7 @@ COMBINE = KernelSpec(
         DECODE_STRUCT,
     ),
 )
-KERNELS = (FORWARD, COMBINE)
+KERNELS = (FORWARD, CENTRED, COMBINE)
 _Row = TypeVar("_Row")
 
 TILE_KEYS = 16
@@ -183,6 +193,13 @@ class DecodeLaunch:
     tensor_cores: bool
     vec: int
     config: DecodeConfig
+    centred: bool = False
+    """Whether keys are int8 codes of differences from a centre; the cache is that of values."""
+
+    @property
+    def keys(self) -> str:
+        """The dtype of the keys' items."""
+        return "int8" if self.centred else self.cache
 
     @property
     def lanes(self) -> int:
@@ -260,7 +277,7 @@ def forward(
     streams = launch.tensor_cores and launch.head_dim > 256
     query_bytes = launch.config.rows * launch.head_dim * STORAGE[launch.dtype] if streams else 0
     row_bytes = (round_up(launch.head_dim, 4) + 4) * FLOAT_BYTES
-    return FORWARD.specialise(
+    return (CENTRED if launch.centred else FORWARD).specialise(
         threads=WARPS * WARP_SIZE,
         static_shared_bytes=query_bytes
         + round_up(WARPS * pass_rows * (row_bytes + 2 * FLOAT_BYTES), 16),
@@ -276,6 +293,8 @@ def forward(
         FEED=loader,
         TILES_AHEAD=launch.config.tiles_ahead,
         MIN_CTAS=launch.config.ctas_per_sm,
+        KEYS=launch.keys,
+        CENTRED=int(launch.centred),
         **option_macros(options, DECODE_MACROS),
     )
 
