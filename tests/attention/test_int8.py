@@ -16,14 +16,17 @@ from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn
 from cupyattn import QuantizedKeys, autodiff, reference
-from cupyattn.ops.attention.kernels.int8 import INT8, INT8_HALF_SUMS, int8_row
+from cupyattn.ops.attention.choice import MAX_QUERIES
+from cupyattn.ops.attention.kernels.int8 import INT8
 from cupyattn.ops.attention.reference.quantised import (
+    BIAS,
     int8_attention_estimate,
     key_centres,
     quantised_operands,
     quantize_keys,
 )
-from cupyattn.testing import AttentionCase, assert_within_bounds, expected
+from cupyattn.runtime.precision import U32
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -70,7 +73,33 @@ def exact_and_bounds(
     return reference.attention(*operands, **options), bounds
 
 
-def check(problem: AttentionCase, **more: str) -> None:
+def decoded_and_bounds(
+    q: np.ndarray, keys: QuantizedKeys, v: np.ndarray, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return exact attention of q and the quantised keys, and the bounds of decoding.
+
+    Integers of keys add to them as `stored_attention_bound` says.
+    """
+    scale = abs(options.get("softmax_scale") or q.shape[-1] ** -0.5)
+    options = {**options, "softmax_scale": scale}
+    pieces: tuple[Any, ...] = (keys.codes, keys.scales, keys.centre)
+    both, of_keys = quantised_operands(q, *pieces, exact_q=True)
+    bounds = reference.attention_bound(both, of_keys, v, dtype="float16", tile_k=16, **options)
+    largest = (np.abs(keys.codes.astype(float)) + 2 * BIAS["int8"]) * keys.scales[..., None]
+    largest = np.repeat(largest, q.shape[2] // k_heads(keys), axis=2)
+    reach = np.einsum("bihd,bjhd->bhij", np.abs(q).astype(float), largest)
+    ds = (q.shape[-1] + 4) * U32 * scale * np.max(reach, axis=-1, initial=0)
+    weighted, _ = reference.attention(both, of_keys, np.abs(v), **options)
+    more = 4 * np.swapaxes(ds, 1, 2)[..., None] * weighted, 2 * ds
+    exact = reference.attention(both, of_keys, v, **options)
+    return exact, tuple(bound + each for bound, each in zip(bounds, more, strict=True))
+
+
+def k_heads(keys: QuantizedKeys) -> int:
+    return max(keys.shape[-2], 1)
+
+
+def check(problem: AttentionCase) -> None:
     q, k, v = problem.arrays()
     keys, options = quantised(k), {**problem.keywords(), **more}
     exact, bounds = exact_and_bounds(q, keys, v, options)
@@ -314,7 +343,9 @@ def test_paged_caches_within_bounds(problem: AttentionCase, block_size: int, pac
     arrays = q, cache, pools[1], table.astype(np.int32), lengths
     keys = QuantizedKeys(*quantize_keys(k, centre), centre)
     options = problem.keywords()
-    exact, bounds = exact_and_bounds(q, keys, v, {**options, "seqused_k": lengths})
+    few = q.shape[1] <= MAX_QUERIES and not packed
+    bounded = decoded_and_bounds if few else exact_and_bounds
+    exact, bounds = bounded(q, keys, v, {**options, "seqused_k": lengths})
     if packed:
         rows = (batch * q.shape[1], *q.shape[2:])
         arrays = q.reshape(rows), *arrays[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.paged import PagedProblem, multiprocessors, on_emulator, on_kernels
+from support.devices import KERNELS
+from support.paged import PagedProblem, keys_shared, multiprocessors, on_emulator, on_kernels
 from support.recording_device import device_array
 from support.search import deep, examples, mostly_deep, wider
 
@@ -17,7 +19,12 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention.paged import WHOLE_KEYS
 from cupyattn.ops.attention.reference.cache_formats import dequantise, quantise
-from cupyattn.ops.attention.reference.quantised import quantisation_error
+from cupyattn.ops.attention.reference.quantised import (
+    BIAS,
+    quantisation_error,
+    quantised_operands,
+)
+from cupyattn.runtime.precision import U32
 from cupyattn.testing.cache import CACHE_LENGTHS
 
 pytestmark = pytest.mark.nvrtc
@@ -343,3 +350,81 @@ def test_the_bound_of_the_format_is_not_far_from_the_error(bits, most):
     error = np.abs(found - reference.attention(q, k, v)[0]).max()
     bound = quantisation_error(q, k, v, bits)[0].max()
     assert error <= bound <= most * error
+
+
+class CentredCase:
+    """Sequences whose keys are int8 codes of differences from a large centre, in a cache."""
+
+    def __init__(self, head_dim: int, lengths: tuple[int, ...], sq: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        heads = 1, max(lengths), 2, head_dim
+        k = rng.standard_normal((len(lengths), *heads[1:])) + 3 * rng.standard_normal(heads)
+        v = rng.standard_normal(k.shape)
+        self.k, self.v = k.astype(np.float16), v.astype(np.float16)
+        self.q = rng.standard_normal((len(lengths), sq, 6, head_dim)).astype(np.float16)
+        self.lengths = np.array(lengths, np.int32)
+        self.cache = cupyattn.PagedKVCache(
+            1, 40, 16, 2, head_dim, dtype="float16", int8_keys=True, xp=KERNELS.xp
+        )
+        assert self.cache.k_centre is not None
+        self.cache.k_centre[0] = KERNELS.put(cupyattn.quantize_keys(self.k).centre[0])
+        if self.cache.k_scales is not None:  # slots that hold no token
+            self.cache.k_scales[:], self.cache.v[:] = np.nan, np.nan
+        sequences = [self.cache.allocator.add(range(n)) for n in lengths]
+        tables = self.cache.step_tables(sequences, list(lengths))
+        packed = [[x[b, :n] for b, n in enumerate(lengths)] for x in (self.k, self.v)]
+        with KERNELS.running():
+            self.cache.append(0, *(KERNELS.put(np.concatenate(x)) for x in packed), tables)
+        self.tables = self.cache.step_tables(sequences, [min(sq, n) for n in lengths])
+
+    def exact_and_bounds(self, options: dict[str, Any]) -> tuple[Any, Any]:
+        """Exact attention of q and the stored keys, and the bounds of decoding."""
+        keys = cupyattn.quantize_keys(self.k, centre=KERNELS.get(self.cache.k_centre)[0])
+        options = {"causal": True, "seqused_k": self.lengths, **options}
+        options["softmax_scale"] = self.q.shape[-1] ** -0.5
+        pieces: tuple[Any, ...] = (keys.codes, keys.scales, keys.centre)
+        q, k = quantised_operands(self.q, *pieces, exact_q=True)
+        bounds = reference.attention_bound(q, k, self.v, dtype="float16", tile_k=16, **options)
+        # Integers of keys: as stored_attention_bound.
+        largest = (np.abs(keys.codes.astype(float)) + 2 * BIAS["int8"]) * keys.scales[..., None]
+        reach = np.einsum("bihd,bjhd->bhij", np.abs(q[..., : self.q.shape[-1]]),
+                          np.repeat(largest, 3, axis=2))  # fmt: skip
+        ds = (self.q.shape[-1] + 4) * U32 * options["softmax_scale"] * reach.max(axis=-1)
+        weighted, _ = reference.attention(q, k, np.abs(self.v), **options)
+        more = 4 * ds.swapaxes(1, 2)[..., None] * weighted, 2 * ds
+        exact = reference.attention(q, k, self.v, **options)
+        return exact, [bound + each for bound, each in zip(bounds, more, strict=True)]
+
+
+@pytest.mark.nvrtc
+@examples(6, deep=60)
+@given(
+    head_dim=st.sampled_from(wider((64, 40), (128, 256, 20))),
+    lengths=st.sampled_from(((5, 20), (33, 16, 7), (150,))),
+    options=st.sampled_from(({}, {"softcap": 4.0}, {"window_size": (9, None)}, {"sinks": 1})),
+    sq=st.sampled_from((1, 3)),
+    split=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_few_queries_of_centred_keys_are_decoded(head_dim, lengths, options, sq, split, seed):
+    """Their centre reaches softcap, sinks and lse; q is not quantised."""
+    case, given_options = CentredCase(head_dim, lengths, sq, seed), dict(options)
+    if "sinks" in options:
+        given_options["sinks"] = np.random.default_rng(seed).standard_normal(6).astype(np.float32)
+    placed = {name: KERNELS.put(x) if name == "sinks" else x for name, x in given_options.items()}
+    with KERNELS.running(), keys_shared() if split else nullcontext():
+        found = case.cache.attend(
+            0, KERNELS.put(case.q), case.tables, causal=True, return_lse=True, **placed
+        )
+    exact, bounds = case.exact_and_bounds(given_options)
+    ratios = [reference.error_ratio(KERNELS.get(x), *each)
+              for x, *each in zip(found, exact, bounds, strict=True)]  # fmt: skip
+    assert max(ratios) <= 1, ratios
+
+
+def test_explain_names_the_decoding_of_centred_keys():
+    case = CentredCase(64, (20,), 2, 0)
+    arrays = case.cache.keys(0), case.cache.v[0], case.tables.block_table, case.tables.seqlens_k
+    for sq, kernel in ((16, "attention_decode_centred"), (17, "attention_forward_int8_paged")):
+        q = ((1, sq, 6, 64), "float16")
+        assert cupyattn.explain(cupyattn.paged_attention, q, *arrays).launches[0].kernel == kernel

@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 from cupyattn.ops.attention import cpu, reference
 from cupyattn.ops.attention.api import rounded_results
 from cupyattn.ops.attention.merge import MergeArrays, merge_problem, run_merge
-from cupyattn.ops.attention.paged import TABLE_FIXES, PagedProblem, paged_forward, paged_problem
+from cupyattn.ops.attention.paged import (
+    TABLE_FIXES,
+    PagedProblem,
+    decodes_int8_keys,
+    paged_forward,
+    paged_problem,
+)
 from cupyattn.ops.attention.problem import FORWARD_FIXES, PagedArrays, QuantizedPagedArrays
 from cupyattn.ops.attention.quantized_keys import QuantizedKeys
 from cupyattn.runtime.arrays import Array, adopt
@@ -127,7 +133,7 @@ def paged_attention(
         (num_blocks, block_size, G, D / 2) with two items of 4 bits in a byte, of which item 2 i is
         the low nibble of byte i, and 8 is added to each. k_cache may be QuantizedKeys too, with a
         centre (G, D), as in `attention` with ``implementation="int8"``: q and v_cache are then
-        float16, and the kernel of many queries runs for any number of them.
+        float16. Up to 16 queries a sequence, unless packed, are decoded without being quantised.
     block_table : int32 array (B, max_blocks)
         The blocks of each sequence: token j is in slot ``j % block_size`` of block
         ``block_table[b, j // block_size]``. Entries after a sequence's last block are not read,
@@ -291,7 +297,11 @@ def _on_cpu(problem: PagedProblem, arrays: PagedArrays[NDArray[Any]]) -> tuple[A
     assert arrays.seqused_k is not None
     quantised = isinstance(arrays, QuantizedPagedArrays)
     out, lse = reference.paged_attention(
-        *(*cpu.operands(arrays), arrays.block_table, arrays.seqused_k),
+        *(
+            *cpu.operands(arrays, exact_q=decodes_int8_keys(problem)),
+            arrays.block_table,
+            arrays.seqused_k,
+        ),
         cu_seqlens_q=bounds,
         softmax_scale=options.softmax_scale,
         window_size=options.window_size,

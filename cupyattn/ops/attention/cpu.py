@@ -64,13 +64,18 @@ def attention(
     return out, lse
 
 
-def operands(arrays: AttentionArrays[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
-    """Return q, k and v of a call; of int8 keys the floats whose products the kernel has."""
+def operands(
+    arrays: AttentionArrays[NDArray[Any]], *, exact_q: bool = False
+) -> tuple[NDArray[Any], ...]:
+    """Return q, k and v of a call; of int8 keys the floats whose products the kernel has.
+
+    With `exact_q` it does not quantise q.
+    """
     q, k, v = arrays.q, arrays.k, arrays.v
     if not isinstance(arrays, (QuantizedKeyArrays, QuantizedPagedArrays)):
         return q, k, v
     pieces: Any = arrays.k_scales, arrays.k_centre, arrays.cu_seqlens_k
-    return (*(x.astype(np.float32) for x in quantised_operands(q, k, *pieces)), v)
+    return (*(x.astype(np.float32) for x in quantised_operands(q, k, *pieces, exact_q=exact_q)), v)
 
 
 def _may_overflow(blocks: ScoreBlocks) -> bool:

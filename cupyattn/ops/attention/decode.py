@@ -12,12 +12,13 @@ from cupyattn.ops.attention.kernels import decode
 from cupyattn.ops.attention.params import (
     AttentionPlanner,
     attention_params,
+    item_strides,
     rows_start_at,
     score_options,
     step_of,
     whole_vectors,
 )
-from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem
+from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem, QuantizedPagedArrays
 from cupyattn.ops.attention.structs import DECODE_PARAMS, filled
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.device.traits import DeviceTraits
@@ -68,9 +69,13 @@ def shared_keys_steps(
     options = score_options(problem)
     segments = problem.batch * problem.kv_heads * row_tiles
     forward = decode.forward(launch, options, loader)
+    values: tuple[Any, ...] = (params,)
+    if isinstance(laid, QuantizedPagedArrays):
+        assert laid.k_centre is not None
+        values = params, item_strides(laid.k_centre)[0]
     if whole:
         places |= {"partial_out": None, "partial_sums": None}
-        return [step_of(forward, segments, slots, params, **places)]
+        return [step_of(forward, segments, slots, *values, **places)]
     rows = 2 * ctas * launch.config.rows
     places["partial_out"] = planner.scratch(rows * problem.head_dim)
     places["partial_sums"] = planner.scratch(rows * 2)
@@ -78,16 +83,19 @@ def shared_keys_steps(
     combine = decode.combine(launch, options.sinks, parts)
     combined = problem.batch * problem.heads * problem.sq
     return [
-        step_of(forward, ctas, slots, params, **places),
+        step_of(forward, ctas, slots, *values, **places),
         step_of(combine, combined, slots, params, **places),
     ]
 
 
 def launch_of(problem: AttentionProblem, traits: DeviceTraits) -> decode.DecodeLaunch:
     """Choose the kernels by the rows that share a key-value head and how the arrays lie."""
-    dtype, cache = problem.dtype.name, problem.layouts.k.dtype.name
+    dtype, cache = problem.dtype.name, problem.layouts.v.dtype.name
     together = problem.sq * (problem.heads // problem.kv_heads)
-    if cache in decode.INTEGER_BITS:
+    centred = isinstance(problem.layouts, QuantizedPagedArrays)
+    if centred:  # a key's codes start at a multiple of gcd(D, 16) bytes, and a load has fewer
+        vec = whole_vectors(vector_items(dtype), problem, problem.layouts, ("q", "v"))
+    elif cache in decode.INTEGER_BITS:
         vec = _integer_items(problem, cache)
     else:
         vec = whole_vectors(vector_items(dtype), problem, problem.layouts, ("q", "k", "v"))
@@ -99,6 +107,7 @@ def launch_of(problem: AttentionProblem, traits: DeviceTraits) -> decode.DecodeL
         vec,
         cache,
         tensor_cores=traits.multiplies(dtype),
+        centred=centred,
     )
 
 

@@ -319,6 +319,11 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     return planner.plan(*steps)
 
 
+def decodes_int8_keys(problem: PagedProblem) -> bool:
+    """Tell whether queries of `QuantizedKeys` are few, so that they need not be quantised."""
+    return problem.sq <= MAX_QUERIES and not problem.packed
+
+
 def _choose(problem: PagedProblem) -> tuple[bool, str]:
     """Return whether decode kernels run the call, otherwise the forward's, and why.
 
@@ -333,7 +338,9 @@ def _choose(problem: PagedProblem) -> tuple[bool, str]:
     """
     layouts = problem.layouts
     if isinstance(layouts, QuantizedPagedArrays):
-        return False, "int8 keys have the kernel of a forward for any number of queries"
+        if decodes_int8_keys(problem):
+            return True, f"up to {MAX_QUERIES} queries are decoded, and not quantised themselves"
+        return False, "int8 keys and more queries, or packed ones, have the kernel of a forward"
     few, has = problem.sq <= MAX_QUERIES, has_prefill(problem)
     if problem.packed and not has:
         caches = {"k_cache": layouts.k, "v_cache": layouts.v}

@@ -9,7 +9,7 @@ registers allow. Caches of integers have fewer bytes a tile, so that more tiles 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
@@ -31,9 +31,7 @@ _ARRAYS = (
     Pointer("lse", optional=True),
     *(Pointer(name, optional=True) for name in ("partial_out", "partial_sums")),
 )
-FORWARD = KernelSpec(
-    "attention_decode", "attention/decode/forward.cu", (*_ARRAYS, DECODE_STRUCT)
-)
+FORWARD = KernelSpec("attention_decode", "attention/decode/forward.cu", (*_ARRAYS, DECODE_STRUCT))
 CENTRED = KernelSpec(
     "attention_decode_centred",
     "attention/decode/forward.cu",
@@ -223,12 +221,14 @@ def decode_launch(
     cache: str | None = None,
     *,
     tensor_cores: bool = True,
+    centred: bool = False,
 ) -> DecodeLaunch:
     """Choose for so many query rows a key-value head.
 
-    `cache` is the dtype of the caches, q's by default. `vec` is 16 bytes' worth of their items,
-    where every row starts at a multiple of that and q's too; of integers INTEGER_ITEMS, where rows
-    allow no more; otherwise what a byte or an item has. `tensor_cores`: whether the device has any.
+    `cache` is the dtype of the caches, q's by default; if keys are `centred`, that of values. `vec`
+    is 16 bytes' worth of their items, where every row starts at a multiple of that and q's too; of
+    integers INTEGER_ITEMS, where rows allow no more; otherwise what a byte or an item has.
+    `tensor_cores`: whether the device has any.
     """
     cache = dtype if cache is None else cache
     by_rows = None
@@ -240,7 +240,8 @@ def decode_launch(
         lanes = _lanes(head_dim, vec)
         items = -(-head_dim // (lanes * vec)) * vec
         by_rows = _first(rows_for(LANES, arch), items)
-    return DecodeLaunch(dtype, cache, head_dim, tensor_cores, vec, _first(by_rows, rows))
+    config = _first(by_rows, rows)
+    return DecodeLaunch(dtype, cache, head_dim, tensor_cores, vec, config, centred)
 
 
 def _tensor_cores(
@@ -354,8 +355,13 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
             STORAGE, (32, 80, 128, 256, 512), (4, 8), (True, False)
         )
     ]
+    launches += [
+        replace(launch, centred=True)
+        for launch in launches
+        if launch.cache in STORAGE and launch.head_dim <= 256
+    ]
     for launch in dict.fromkeys(launches):
-        for loader in LOADERS if launch.cache in STORAGE else LOADERS[:1]:
+        for loader in LOADERS[:1] if launch.centred or launch.cache not in STORAGE else LOADERS:
             yield forward(launch, plain, loader)
     for launch in (launches[0], launches[-1]):
         for parts in (COMBINE_PARTS, COMBINE_PARTS + 1):

@@ -343,6 +343,8 @@ def quantised_operands(
     scales: NDArray[Any],
     centre: NDArray[Any],
     cu_seqlens: NDArray[Any] | None = None,
+    *,
+    exact_q: bool = False,
 ) -> tuple[Float64, Float64]:
     """Return q and k whose products are those of attention over int8 keys, of twice the head dim.
 
@@ -356,6 +358,8 @@ def quantised_operands(
         Of `cupyattn.QuantizedKeys`.
     cu_seqlens : (sequences + 1,), optional
         Of packed keys with a centre of each sequence.
+    exact_q : bool
+        Take q in the place of q^, as decoding does.
 
     Returns
     -------
@@ -363,7 +367,7 @@ def quantised_operands(
     """
     q_codes, q_scales = quantize_keys(q, np.zeros(q.shape[-2:], np.float32))
     with np.errstate(invalid="ignore"):
-        rows = q_codes * q_scales.astype(np.float64)[..., None]
+        rows = q.astype(np.float64) if exact_q else q_codes * q_scales.astype(np.float64)[..., None]
         keys = codes * scales.astype(np.float64)[..., None]
     of_keys = _centres_of_keys(centre, codes, cu_seqlens)
     both = np.broadcast_to(of_keys, keys.shape).astype(np.float64)
