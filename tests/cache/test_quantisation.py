@@ -181,7 +181,10 @@ def test_kernels_equal_numpy_bit_by_bit(data):
 
 # dtype, D, R/2, interleaved, dtype of the tables: each is a kernel.
 ROTATIONS = wider(
-    (("float16", 64, 32, False, "float32"), ("float16", 20, 7, True, "float16")),
+    (
+        ("float16", 64, 24, False, "float32"), ("float16", 20, 7, True, "float16"),
+        ("float32", 64, 32, False, "float32"),
+    ),
     (
         ("float16", 128, 64, False, "float16"), ("float16", 64, 16, True, "float32"),
         ("bfloat16", 256, 128, False, "bfloat16"), ("float32", 80, 20, False, "float32"),
@@ -208,6 +211,7 @@ def test_rotated_keys_are_within_bounds(data):
     q = keys_of(*lead, 3, dim, seed=seed + 1, dtype=dtype)
     bounds = np.array([0, tokens // 3, tokens]) if packed and data.draw(st.booleans()) else None
     tables = cupyattn.rope_tables(POSITIONS, 2 * half, dtype=table)
+    tables = lay_out(tables[0], "padded"), tables[1]  # each has its own stride
     positions = rng.integers(0, POSITIONS, lead) if data.draw(st.booleans(), "positions") else None
     places = np.broadcast_to(
         key_positions(k.shape, bounds) if positions is None else positions, lead
