@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import KERNELS, placed
-from support.search import examples, wider
+from support.search import deep, examples, wider
 from support.strategies import FRUGAL, LONGEST, RUN_TIME_OPTIONS, attention_problems
 from support.varlen import VarlenProblem, varlen_problems
 
@@ -63,13 +63,15 @@ def exact_and_bounds(
 ) -> tuple[Any, Any]:
     """Return exact attention of the quantised q and k, and the bounds of a float16 kernel."""
     options = {"softmax_scale": q.shape[-1] ** -0.5, **options}
-    half_sums = 0
+    half_sums, steps = 0, 1
     if options.pop("accumulator", "float32") == "float16":
-        half_sums = int8_row(q.shape[-1], v.shape[-1], accumulator="float16").tile_k
+        row = int8_row(q.shape[-1], v.shape[-1], accumulator="float16")
+        half_sums, steps = row.tile_k, row.steps
     pieces: tuple[Any, ...] = (keys.codes, keys.scales, keys.centre)
     operands = (*quantised_operands(q, *pieces), v)
-    how: dict[str, Any] = {"dtype": "float16", "tile_k": LEAST_TILE, "half_sums": half_sums}
-    bounds = reference.attention_bound(*operands, **how, **options)
+    how: dict[str, Any] = {"dtype": "float16", "tile_k": LEAST_TILE}
+    sums = {"half_sums": half_sums, "steps": steps}
+    bounds = reference.attention_bound(*operands, **how, **sums, **options)
     return reference.attention(*operands, **options), bounds
 
 
@@ -132,6 +134,24 @@ def test_float16_accumulators_within_bounds(data: st.DataObject):
         **FRUGAL,
     )
     check(data.draw(problems), accumulator="float16")
+
+
+@pytest.mark.parametrize("head_dim", [128, *deep((64,), (96,))])
+def test_float16_accumulators_follow_rising_scores(head_dim: int):
+    """Maxima rise within tiles: P of earlier softmaxes of a tile shrink before its products."""
+    q, k, v = (
+        normal(0, 1, 40, 1, head_dim),
+        normal(1, 1, 100, 1, head_dim),
+        normal(2, 1, 100, 1, 64),
+    )
+    q[..., 0] = 20
+    k[0, :, 0, 0] = np.linspace(-20, 20, 100)
+    options: dict[str, Any] = {"softmax_scale": 0.02, "accumulator": "float16"}
+    keys = quantised(k)
+    exact, bounds = exact_and_bounds(q, keys, v, {**options})
+    found = run(q, keys, v, options)
+    ratios = [reference.error_ratio(*each) for each in zip(found, exact, bounds, strict=True)]
+    assert max(ratios) <= 1, ratios
 
 
 # Options of the scores see products with the centre's part, sinks and lse the whole score.

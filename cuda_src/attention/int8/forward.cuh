@@ -2,9 +2,9 @@
 #pragma once
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
+    !defined(STEPS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, STEPS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(MODIFIED)
@@ -37,7 +37,8 @@ struct Traits {
   static constexpr int kTileQ = WARPS * kWarpRows;
   static constexpr int kSteps = div_up(kHeadDim, 16);     // k16 steps of Q K^T
   static constexpr int kOutTiles = div_up(kHeadDimV, 8);  // n8 tiles of the output
-  static constexpr int kKeyTiles = kTileK / 8;            // n8 tiles of the scores, k8 steps of P V
+  static constexpr int kKeyTiles = kTileK / 8;            // k8 steps of P V
+  static constexpr int kStepTiles = kKeyTiles / STEPS;    // n8 tiles of the scores that are computed together
 
   using QTile = SwizzledTile<kTileQ, 2 * kSteps>;
   using KTile = SwizzledTile<kTileK, kSteps>;  // chunks of 16 codes
@@ -45,15 +46,15 @@ struct Traits {
   using OutTile = SwizzledTile<kTileQ, kOutTiles>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, false, Modifiers>;
   using Pass = ScorePass<Options, BIAS_VEC, MASK_VEC>;
-  using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8>;
+  using Tile = ScoreTile<kMTiles, kStepTiles, Along::kN8>;
   using Items = ForwardItems<Pass, Tile>;
   // Two codes are an item of 16 bits. Keys start at multiples of gcd(kHeadDim, 16) bytes.
   static constexpr int kCodesVec = kHeadDim % kChunkBytes == 0 ? kChunkItems : 1;
   using KTileLoader = TileLoader<KTile, kHeadDim / 2, kCodesVec, kThreads, Tile>;
   // Where rows are shared by twice as many lanes, tiles that are no multiple of 16 rows have no idle pass.
   static constexpr int kVLanes = kTileK % 16 != 0 && kOutTiles == 16 ? 16 : 0;
-  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile, 0, kVLanes>;
-  using OutputSums = ::OutputSums<ACCUMULATOR, kTileK>;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile, kVLanes>;
+  using OutputSums = ::OutputSums<ACCUMULATOR, kTileK, STEPS>;
   using Softmax = ::Softmax<kMTiles, kOutTiles, Scalar, OutputSums::Range<Scalar>>;
 
   static constexpr bool kSinks = kGiven<SINKS>;
@@ -62,6 +63,7 @@ struct Traits {
 
   static_assert(kHeadDim >= 2 && kHeadDim <= 256 && kHeadDim % 2 == 0, "head dims of q and k are even, up to 256");
   static_assert(kHeadDimV >= 1 && kHeadDimV <= 256, "head dims of v are 1 to 256");
+  static_assert(kKeyTiles % STEPS == 0, "equal steps");
   static_assert(kTileK % 8 == 0 && kTileK <= kThreads, "whole n8 tiles, and a thread for the scale of each key");
   static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
   static_assert(!Modifiers::kBlocks, "the loop has no lists of tiles");
@@ -99,8 +101,8 @@ struct Cta {
   uint32 centre_products_s;  // of the thread's first row
 };
 
-// Integer sums of a tile, which begin at kSumBits.
-using Sums = int[Traits::kKeyTiles][Traits::kMTiles][4];
+// Integer sums of a step, which begin at kSumBits.
+using Sums = int[Traits::kStepTiles][Traits::kMTiles][4];
 
 // Chunks of a query row; those beyond the columns are zeros.
 struct QueryChunks {
@@ -185,12 +187,12 @@ __device__ __forceinline__ void add_sums(int (&sums)[Traits::kMTiles][4], const 
   if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_sums<kGroup + 1>(sums, warp, cta, rows_s);
 }
 
-// The scales of a thread's keys.
-using KeyScales = float[Traits::kKeyTiles][2];
+// The scales of a thread's keys of a step.
+using KeyScales = float[Traits::kStepTiles][2];
 
 __device__ __forceinline__ void load_scales(KeyScales& scales, uint32 scales_s) {
 #pragma unroll
-  for (int n = 0; n < Traits::kKeyTiles; n++) {
+  for (int n = 0; n < Traits::kStepTiles; n++) {
     ld_shared(scales[n], scales_s + (n * 8 + lane_index() % 4 * 2) * static_cast<int>(sizeof(float)));
   }
 }
@@ -199,7 +201,7 @@ __device__ __forceinline__ void load_scales(KeyScales& scales, uint32 scales_s) 
 template <typename Body>
 __device__ __forceinline__ void for_each_scaled(const Sums& sums, const KeyScales& key_scales, Body body) {
 #pragma unroll
-  for (int n = 0; n < Traits::kKeyTiles; n++) {
+  for (int n = 0; n < Traits::kStepTiles; n++) {
     const float (&scales)[2] = key_scales[n];
     const float biases[] = {-kSumBias * scales[0], -kSumBias * scales[1]};
 #pragma unroll
@@ -259,11 +261,23 @@ __device__ __forceinline__ void exponentiate_sums(Traits::Tile::Packed& p, float
   });
 }
 
-// Sums to packed probabilities; m and l are kept right. `whole`: the window leaves all scores.
-template <bool kMasked>
-__device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, const Sums& sums, Warp& warp,
+// Sums of a step to packed probabilities; m and l are kept right, and the P of earlier steps of the tile. `whole`: the
+// window leaves all scores.
+template <bool kMasked, int kStep>
+__device__ __forceinline__ void softmax_step(Traits::Tile::Packed (&steps)[STEPS], const Sums& sums, Warp& warp,
                                              const Traits::Items& items, const Cta& cta, int first_key, bool whole,
                                              const KeyScales& scales) {
+  Traits::Tile::Packed& p = steps[kStep];
+  const auto shrink_earlier = [&](int i, int half, float shrink) {
+#pragma unroll
+    for (int earlier = 0; earlier < kStep; earlier++) {
+#pragma unroll
+      for (int n = 0; n < Traits::kStepTiles; n++) {
+        const float2 both = unpack_halves(steps[earlier][n][i][half]);
+        steps[earlier][n][i][half] = pack_halves(both.x * shrink, both.y * shrink);
+      }
+    }
+  };
   constexpr bool kScores = kMasked || Traits::kPass;
   float sum[Traits::kMTiles][2];
   Scores<Traits::Tile> scores;
@@ -273,7 +287,7 @@ __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, const Sums
   }
   if (kMasked) {
     if (!whole) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
-    warp.softmax.raise(scores.s);
+    warp.softmax.raise(scores.s, shrink_earlier);
   }
   if (kScores) {
     warp.softmax.exponentiate(p, sum, scores.s, kLog2E);
@@ -285,22 +299,147 @@ __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, const Sums
       to_products(scores, sums, warp, cta, scales);
       cta.pass.template apply<false>(scores, warp.first_row, first_key, false, items);
     }
-    warp.softmax.raise(scores.s);
+    warp.softmax.raise(scores.s, shrink_earlier);
     warp.softmax.exponentiate(p, sum, scores.s, kLog2E);
   }
   warp.softmax.add(sum);
 }
 
-// The first tile, all the way.
-template <typename Loader>
-__device__ __forceinline__ void bring(const Loader& loader, const typename Loader::Rows& from, int keys, int half) {
-  typename Loader::Quads quads;
-  float scale;
-  loader.template fetch_k<true>(quads, scale, from, keys);
-  loader.store_k(quads, scale, loader.k_s(half), loader.scales_s(half));
-  loader.template fetch_v<true>(quads, from, keys);
-  loader.store_v(quads, loader.v_s(half));
+// Where a tile lies in shared memory.
+struct TileAddress {
+  uint32 k_s, v_s, scales_s;
+};
+
+// P of a tile, step by step, then the products of all of it with V. `store_k` comes after the last product with the
+// tile's keys, `fetch_v` before those with its values.
+template <bool kMasked, int kStep = 0, typename StoreK, typename FetchV>
+__device__ __forceinline__ void attend_to_tile(Traits::Tile::Packed (&p)[STEPS], Warp& warp, const Cta& cta,
+                                               const TileAddress& at, int first_key, bool active, bool whole,
+                                               const StoreK& store_k, const FetchV& fetch_v) {
+  constexpr int kFirst = kStep * Traits::kStepTiles * 8;
+  Traits::Items items;
+  Sums sums;
+  if (active) {
+#pragma unroll
+    for (int n = 0; n < Traits::kStepTiles; n++) {
+      add_sums(sums[n], warp, cta, at.k_s + (kFirst + n * 8) * Traits::KTile::kRowBytes);
+    }
+  }
+  KeyScales scales;
+  if (active) load_scales(scales, at.scales_s + kFirst * static_cast<int>(sizeof(float)));
+  if constexpr (kStep + 1 < STEPS) {
+    if (active) softmax_step<kMasked, kStep>(p, sums, warp, items, cta, first_key + kFirst, whole, scales);
+    attend_to_tile<kMasked, kStep + 1>(p, warp, cta, at, first_key, active, whole, store_k, fetch_v);
+  } else {
+    store_k();
+    const auto soften = [&] {
+      softmax_step<kMasked, kStep>(p, sums, warp, items, cta, first_key + kFirst, whole, scales);
+    };
+    const auto add = [&] { Traits::OutputSums::add<Traits::Scalar>(warp.softmax.acc, p, at.v_s, cta.v_fragment); };
+    if constexpr (STEPS > 1) {  // otherwise, as below, 56 bytes spill at head dim 128
+      if (active) soften();
+      fetch_v();
+      if (active) add();
+    } else if (active) {
+      soften();
+      fetch_v();
+      add();
+    } else {
+      fetch_v();
+    }
+  }
 }
+
+// The loader of keys for a CTA of query rows: as KeyLoader (tensor_core/key_loader.cuh), of codes, their scales and V.
+template <typename KTileLoader, typename VTileLoader>
+struct QuantizedKeyLoader {
+  using KTile = typename KTileLoader::Tile;
+  using VTile = typename VTileLoader::Tile;
+  static constexpr int kTileK = KTile::kRows;
+  // On the way, of K, then of V.
+  using Quads = uint4[KTileLoader::kQuads > VTileLoader::kQuads ? KTileLoader::kQuads : VTileLoader::kQuads];
+
+  struct Rows {
+    const char *k_g, *v_g;
+    const float* scales_g;
+  };
+
+  uint32 k_both_s, v_both_s, scales_both_s;  // both halves
+  KTileLoader k_loader;
+  VTileLoader v_loader;
+  int64 k_stride, v_stride, scale_stride;  // in items of 16 bits, and in floats
+  Rows head_rows;                          // of the head's first tile
+
+  __device__ __forceinline__ QuantizedKeyLoader(const AttentionParams& params, const QuantizedKeysParams& quantized,
+                                                const TileCoordinates& coords, const signed char* k_g,
+                                                const float* scales_g, const float16* v_g, const LoopTiles& tiles)
+      : k_both_s(shared_address(tiles.keys.k)),
+        v_both_s(shared_address(tiles.keys.v)),
+        scales_both_s(shared_address(tiles.scales)),
+        k_loader(params.k.seq / 2),
+        v_loader(params.v.seq),
+        k_stride(params.k.seq / 2),
+        v_stride(params.v.seq),
+        scale_stride(quantized.scales.seq) {
+    const signed char* k_head_g = ::head_rows(k_g, params.k, coords.batch, coords.kv_head, 0);
+    head_rows.k_g = KTileLoader::lowest(reinterpret_cast<const uint16*>(k_head_g), k_stride);
+    head_rows.v_g = VTileLoader::lowest(::head_rows(v_g, params.v, coords.batch, coords.kv_head, 0), v_stride);
+    head_rows.scales_g = ::head_rows(scales_g, quantized.scales, coords.batch, coords.kv_head, 0);
+  }
+
+  __device__ __forceinline__ Rows rows(int tile) const {
+    return {head_rows.k_g + tile * (k_stride * kTileK * 2), head_rows.v_g + tile * (v_stride * kTileK * 2),
+            head_rows.scales_g + tile * (scale_stride * kTileK)};
+  }
+  __device__ __forceinline__ void move_on(Rows& next) const {
+    next.k_g += k_stride * kTileK * 2;
+    next.v_g += v_stride * kTileK * 2;
+    next.scales_g += scale_stride * kTileK;
+  }
+  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
+  __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * VTile::kBytes; }
+  __device__ __forceinline__ uint32 scales_s(int half) const {
+    return scales_both_s + half * kTileK * static_cast<int>(sizeof(float));
+  }
+
+  // kRagged: only `keys` keys of the tile exist; the others have scale 0.
+  template <bool kRagged>
+  __device__ __forceinline__ void fetch_k(Quads& quads, float& scale, const Rows& from, int keys) const {
+    k_loader.template load<kRagged>(quads, from.k_g, k_stride, keys);
+    const int key = threadIdx.x;
+    scale = 0.f;
+    if (key < kTileK && (!kRagged || key < keys)) {
+      scale = __uint_as_float(ld_global_u32(from.scales_g + key * scale_stride));
+    }
+  }
+  template <bool kRagged>
+  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
+    v_loader.template load<kRagged>(quads, from.v_g, v_stride, keys);
+  }
+  __device__ __forceinline__ void store_k(const Quads& quads, float scale, uint32 to_s, uint32 scales_to_s) const {
+    k_loader.store(to_s, quads);
+    if (threadIdx.x < kTileK) {
+      st_shared_u32(scales_to_s + threadIdx.x * sizeof(float), __float_as_uint(short_scale(scale)));
+    }
+  }
+  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_loader.store(to_s, quads); }
+
+  // The first tile, all the way.
+  __device__ __forceinline__ void bring(const Rows& from, int keys, int half) const {
+    Quads quads;
+    float scale;
+    fetch_k<true>(quads, scale, from, keys);
+    store_k(quads, scale, k_s(half), scales_s(half));
+    fetch_v<true>(quads, from, keys);
+    store_v(quads, v_s(half));
+  }
+
+  // See Softmax::renew.
+  __device__ __forceinline__ void renew() {
+    k_loader.renew();
+    v_loader.renew();
+  }
+};
 
 // One key tile, from one half of the buffers, while the next one is brought to the other half. V is loaded after the
 // softmax: loaded before it, as tensor_core/forward.cuh does, its loads wait in the queue of the shared-memory loads
@@ -321,33 +460,19 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
     whole = first_key + Traits::kTileK <= top.end && first_key >= bottom.begin;
   }
 
-  Traits::Items items;
-  Sums sums;
   typename Loader::Quads quads;
   float scale;
   if (more) loader.template fetch_k<kMasked>(quads, scale, next, next_keys);
-  if (active) {
-#pragma unroll
-    for (int n = 0; n < Traits::kKeyTiles; n++) {
-      add_sums(sums[n], warp, cta, k_s + n * 8 * Traits::KTile::kRowBytes);
-    }
-  }
-  KeyScales scales;
-  if (active) load_scales(scales, scales_s);
-  if (more) loader.store_k(quads, scale, next_k_s, loader.scales_s(half ^ 1));
+  const auto store_k = [&] {
+    if (more) loader.store_k(quads, scale, next_k_s, loader.scales_s(half ^ 1));
+  };
   const auto fetch_v = [&] {
     __syncwarp();  // no buffer: ptxas would otherwise load V sooner
     if (more) loader.template fetch_v<kMasked>(quads, next, next_keys);
     loader.look_ahead(next, after_next);
   };
-  if (active) {
-    Traits::Tile::Packed p;
-    softmax_tile<kMasked>(p, sums, warp, items, cta, first_key, whole, scales);
-    fetch_v();
-    Traits::OutputSums::add<Traits::Scalar>(warp.softmax.acc, p, v_s, cta.v_fragment);
-  } else {
-    fetch_v();
-  }
+  Traits::Tile::Packed p[STEPS];
+  attend_to_tile<kMasked>(p, warp, cta, {k_s, v_s, scales_s}, first_key, active, whole, store_k, fetch_v);
   if (more) loader.store_v(quads, next_v_s);
   __syncthreads();  // K, its scales and V: this half has been read, the other one written
 }

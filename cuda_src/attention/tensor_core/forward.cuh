@@ -171,10 +171,11 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   if (Loader::kLookUp == LookUp::kAfterV) ahead = loader.look_up(after_next);
   if (active) {
     if (kMasked) items.template load<true>(cta.pass, warp.first_row, first_key);
-    Traits::Tile::Packed p;
+    Traits::Tile::Packed packed[1];
+    Traits::Tile::Packed& p = packed[0];
     softmax_tile<kMasked>(p, scores, warp, items, cta, first_key, whole, partial, seen);
     if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.coords, warp.first_row, first_key);
-    Traits::Sums::add<Traits::Scalar>(warp.softmax.acc, p, v_s, cta.v_fragment);
+    Traits::Sums::add<Traits::Scalar>(warp.softmax.acc, packed, v_s, cta.v_fragment);
   }
   if (more) loader.store_v(quads, next_v_s);
   loader.keep(next, ahead);

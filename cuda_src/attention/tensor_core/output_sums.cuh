@@ -17,8 +17,8 @@
 
 constexpr int kLargestSum = 64;
 
-// How P is kept where float16 accumulators add up kKeys keys.
-template <int kKeys>
+// How P is kept where float16 accumulators add up kKeys keys, whose softmax comes in kSteps.
+template <int kKeys, int kSteps>
 struct HalfSumsRange {
   static_assert(kKeys >= 16 && kKeys <= 256, "sums of 16 to 256 keys");
   static constexpr int kThreadKeys = kKeys / 4;  // that a thread holds of a row
@@ -27,26 +27,28 @@ struct HalfSumsRange {
   __device__ static constexpr float headroom_log2() { return log2_down(kLargestSum / kThreadKeys); }
   __device__ static constexpr float shift_log2() { return headroom_log2() - 112.f; }
   __device__ static constexpr float spare_log2() { return 0.f; }
-  __device__ static constexpr float largest_packed() { return kLargestSum / kUnshift; }
+  __device__ static constexpr float largest_packed() { return kLargestSum / kSteps / kUnshift; }
   __device__ static constexpr float unshift() { return kUnshift; }
   __device__ __forceinline__ static uint32 pack(float x, float y) { return pack_shifted(x, y); }
 };
 
-template <typename Accumulator, int kKeys>
+template <typename Accumulator, int kKeys, int kSteps = 1>
 struct OutputSums;
 
-template <int kKeys>
-struct OutputSums<float32, kKeys> {
+template <int kKeys, int kSteps>
+struct OutputSums<float32, kKeys, kSteps> {
   template <typename Scalar>
   using Range = PackedRange<Scalar>;
 
-  // acc += P V, 8 keys after 8 keys, group of columns by group. The first row of V is at v_s.
+  // acc += P V, which comes in steps of kNTiles fragments, 8 keys after 8 keys, group of columns by group. The first row of V is at v_s.
   template <typename Scalar, typename Tile, int kNTiles, int kMTiles, int kOutTiles>
   __device__ __forceinline__ static void add(float (&acc)[kMTiles][kOutTiles][4],
-                                             const uint32 (&p)[kNTiles][kMTiles][2], uint32 v_s,
+                                             const uint32 (&p)[kSteps][kNTiles][kMTiles][2], uint32 v_s,
                                              const FragmentAddress<Tile>& address) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; n++) add_step<0, Scalar>(acc, p[n], v_s + n * 8 * Tile::kRowBytes, address);
+    for (int n = 0; n < kSteps * kNTiles; n++) {
+      add_step<0, Scalar>(acc, p[n / kNTiles][n % kNTiles], v_s + n * 8 * Tile::kRowBytes, address);
+    }
   }
 
  private:
@@ -58,35 +60,35 @@ struct OutputSums<float32, kKeys> {
   }
 };
 
-template <int kKeys>
-struct OutputSums<float16, kKeys> {
+template <int kKeys, int kSteps>
+struct OutputSums<float16, kKeys, kSteps> {
   template <typename Scalar>
-  using Range = HalfSumsRange<kKeys>;
+  using Range = HalfSumsRange<kKeys, kSteps>;
 
   // The same: a group of columns over all keys of the tile in float16, then added to acc.
   template <typename Scalar, typename Tile, int kNTiles, int kMTiles, int kOutTiles>
   __device__ __forceinline__ static void add(float (&acc)[kMTiles][kOutTiles][4],
-                                             const uint32 (&p)[kNTiles][kMTiles][2], uint32 v_s,
+                                             const uint32 (&p)[kSteps][kNTiles][kMTiles][2], uint32 v_s,
                                              const FragmentAddress<Tile>& address) {
-    static_assert(8 * kNTiles == kKeys, "P has room for sums of kKeys keys");
+    static_assert(8 * kSteps * kNTiles == kKeys, "P has room for sums of kKeys keys");
     add_group<0>(acc, p, v_s, address);
   }
 
  private:
   template <int kGroup, typename Tile, int kNTiles, int kMTiles, int kOutTiles>
   __device__ __forceinline__ static void add_group(float (&acc)[kMTiles][kOutTiles][4],
-                                                   const uint32 (&p)[kNTiles][kMTiles][2], uint32 v_s,
+                                                   const uint32 (&p)[kSteps][kNTiles][kMTiles][2], uint32 v_s,
                                                    const FragmentAddress<Tile>& address) {
     constexpr int kCount = chunks_in_group(kOutTiles, kGroup);
     uint32 sums[kMTiles][kCount][2] = {};
 #pragma unroll
-    for (int n = 0; n < kNTiles; n++) {
+    for (int n = 0; n < kSteps * kNTiles; n++) {
       uint32 b[matrices_loaded(kCount)];
       ldmatrix_trans(b, v_s + n * 8 * Tile::kRowBytes + address.of_group(kGroup));
 #pragma unroll
       for (int tile = 0; tile < kCount; tile++) {
 #pragma unroll
-        for (int i = 0; i < kMTiles; i++) mma_m16n8k8_f16(sums[i][tile], p[n][i], b[tile]);
+        for (int i = 0; i < kMTiles; i++) mma_m16n8k8_f16(sums[i][tile], p[n / kNTiles][n % kNTiles][i], b[tile]);
       }
     }
 #pragma unroll
@@ -100,7 +102,7 @@ struct OutputSums<float16, kKeys> {
   // acc += the float16 sums of the same places. A product with the identity matrix does it in one instruction, which
   // keeps a GeForce's tensor cores busy for as long as two of the steps; of two steps nothing would be gained. Packed
   // accumulators are an A operand. (What is not finite then reaches the row's other columns of the eight as NaN.)
-  static constexpr bool kByProduct = kKeys > 16;
+  static constexpr bool kByProduct = kKeys > 32;
   __device__ __forceinline__ static uint32 identity() {
     const int diagonal = lane_index() / 4 - lane_index() % 4 * 2;  // the column, from the first of the lane's two rows
     return diagonal == 0 ? 0x3c00u : diagonal == 1 ? 0x3c000000u : 0u;

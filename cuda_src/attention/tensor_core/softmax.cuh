@@ -51,6 +51,10 @@ struct PackedRange<bfloat16> {
 };
 #endif
 
+struct Nothing {
+  __device__ __forceinline__ void operator()(int, int, float) const {}
+};
+
 template <int kMTiles, int kOutTiles, typename Scalar = float16, typename Range_ = PackedRange<Scalar>>
 struct Softmax {
   using Range = Range_;
@@ -109,9 +113,9 @@ struct Softmax {
   }
 
   // Raise each row's maximum to cover the tile, and rescale what was accumulated; unless in all rows of the warp the
-  // tile's P and a thread's sum of them fit already.
-  template <int kNTiles>
-  __device__ __forceinline__ void raise(const float (&s)[kNTiles][kMTiles][4]) {
+  // tile's P and a thread's sum of them fit already. `also` rescales what else a caller has of row (i, half).
+  template <int kNTiles, typename Also = Nothing>
+  __device__ __forceinline__ void raise(const float (&s)[kNTiles][kMTiles][4], const Also& also = {}) {
     static_assert(kNTiles <= 8, "a thread holds up to sixteen scores of a row");
     float top[kMTiles][2];  // of this thread's scores
     bool fits = true;
@@ -138,6 +142,7 @@ struct Softmax {
         m[i][half] = fmaxf(old_m, warp_reduce<Max, 4>(top[i][half]));
         const float shrink = ex2_approx(old_m - m[i][half]);
         l[i][half] *= shrink;
+        also(i, half, shrink);
 #pragma unroll
         for (int n = 0; n < kOutTiles; n++) {
           acc[i][n][2 * half] *= shrink;

@@ -45,6 +45,7 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
   to nearest: n / 8 2**-11 of the terms' absolute values, or 2**-25 where the sum is subnormal.
   P = 1 is then stored as 2**h, the largest power of two with n 2**h <= 256. So flush is 2**-14-h,
   of which only P below it lose anything, and a subnormal sum loses 2**-25-h of the row's largest P.
+  Where a tile has several softmaxes (`steps`), a later one may rescale earlier P: 2**-11 each more.
 - exponent_shift and flush: float16 kernels may hold P times 2**-103, which packs it without
   conversions. Exponents then carry up to 112 log 2 more, and a P below 2**-23 of the row's largest
   falls below 2**-126, that is to 0. It shows where a sink outweighs every key. Native kernels keep
@@ -204,6 +205,7 @@ def attention_bound(
     float32_weights: bool = False,
     native: bool = False,
     half_sums: int = 0,
+    steps: int = 1,
     **options: Any,
 ) -> tuple[Float64, Float64]:
     """Error bounds of attention's results; the module's docstring has the derivation.
@@ -222,6 +224,8 @@ def attention_bound(
         The kernel is one of sm_80 or later, which keeps P of bfloat16 calls in bfloat16.
     half_sums : int
         Keys that are summed in float16 accumulators; 0 for float32 accumulators.
+    steps : int
+        Softmaxes of a tile of keys, whose P wait for one product with v.
     **options
         See `scores.ScoreBlocks`.
 
@@ -237,7 +241,11 @@ def attention_bound(
         If there are no bounds for the dtype.
     """
     precision = WeightPrecision.of(
-        dtype, float32_weights=float32_weights, native=native, half_sums=half_sums
+        dtype,
+        float32_weights=float32_weights,
+        native=native,
+        half_sums=half_sums,
+        steps=steps,
     )
     shift = max(precision.exponent_shift, _STALE if native else 0.0)
     out, lse = attention(q, k, v, **options)

@@ -340,6 +340,8 @@ class WeightPrecision(Precision):
     """Relative to the largest of its row, the P that may be lost."""
     half_sums: int = 0
     """Keys that are summed in float16; 0 where sums are float32."""
+    steps: int = 1
+    """Softmaxes of these keys: each but the first may rescale, and round, the P before it."""
 
     @classmethod
     def of(
@@ -349,6 +351,7 @@ class WeightPrecision(Precision):
         float32_weights: bool,
         native: bool = False,
         half_sums: int = 0,
+        steps: int = 1,
     ) -> WeightPrecision:
         """Return the precision for a dtype; with `float32_weights`, P is kept in float32.
 
@@ -360,7 +363,8 @@ class WeightPrecision(Precision):
         if kernel == precision_of("float16"):
             flush = 2.0**-14 / _stored_unit(half_sums) if half_sums else 2.0**-23
             shift = 112 * float(np.log(2))
-            return cls(**vars(kernel), exponent_shift=shift, flush=flush, half_sums=half_sums)
+            sums = {"half_sums": half_sums, "steps": steps}
+            return cls(**vars(kernel), exponent_shift=shift, flush=flush, **sums)
         if native and kernel == precision_of("bfloat16"):
             return cls(kernel.u_out, TINY32, kernel.u_out, kernel.tiny_out)
         return cls(**vars(kernel))
@@ -368,7 +372,8 @@ class WeightPrecision(Precision):
     @property
     def u_sums(self) -> float:
         """Error of the float16 sums of a tile, relative to the absolute values of their terms."""
-        return float(np.expm1(-(-self.half_sums // 8) * 2.0**-11))
+        roundings = -(-self.half_sums // 8) + self.steps - 1
+        return float(np.expm1(roundings * 2.0**-11))
 
     def tiny_sums(self, keys: int) -> float:
         """Return what subnormal sums of a row of so many keys lose, relative to its largest P."""
