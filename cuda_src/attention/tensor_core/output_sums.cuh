@@ -100,9 +100,10 @@ struct OutputSums<float16, kKeys, kSteps> {
   }
 
   // acc += the float16 sums of the same places. A product with the identity matrix does it in one instruction, which
-  // keeps a GeForce's tensor cores busy for as long as two of the steps; of two steps nothing would be gained. Packed
-  // accumulators are an A operand. (What is not finite then reaches the row's other columns of the eight as NaN.)
-  static constexpr bool kByProduct = kKeys > 32;
+  // keeps a GeForce's tensor cores busy for as long as two steps of 8 keys; packed accumulators are an A operand. (What
+  // is not finite then reaches the row's other columns of the eight as NaN.) Eight instructions that convert and add
+  // take half of that time, and registers: they are faster for sums of 16 keys, or of 32 in two softmaxes.
+  static constexpr bool kByProduct = kKeys / kSteps > 16;
   __device__ __forceinline__ static uint32 identity() {
     const int diagonal = lane_index() / 4 - lane_index() % 4 * 2;  // the column, from the first of the lane's two rows
     return diagonal == 0 ? 0x3c00u : diagonal == 1 ? 0x3c000000u : 0u;

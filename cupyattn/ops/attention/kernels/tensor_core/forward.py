@@ -177,7 +177,7 @@ _TURING_HALF_SUMS = {
     96: FlashConfig(2, 4, 32, 2, "gains 1.13; 48 keys spill 76 bytes and keep one CTA"),
     128: FlashConfig(2, 4, 16, 2, "gains 1.11; with 32 keys 440 bytes spill"),
     160: FlashConfig(1, 8, 48, 1, "gains 1.10"),
-    192: FlashConfig(1, 8, 32, 1, "gains 1.05: shared memory limits it"),
+    192: FlashConfig(1, 8, 32, 1, "gains 1.03: shared memory limits it"),
     256: FlashConfig(1, 8, 16, 1, "gains 1.12, and 1.17 with 32 keys, where 40 bytes spill"),
 }
 _HALF_SUMS_GATES = {
