@@ -95,15 +95,15 @@ _GATES = {
     256: Gates(0.67, 32),
 }
 # With float16 accumulators: "gains" is the rate as a multiple of the float16 kernel's with float32
-# ones on an RTX 2080 Ti, over four start offsets of the two CTAs of an SM. At head dim 128 two
-# softmaxes of 16 keys halve the registers of scores, so that 32 keys do not spill, and their sums
-# are added to float32 ones half as often.
+# ones, in cycles of an RTX 2080 Ti over nine start offsets of an SM's two CTAs; an RTX 2060 Super
+# models the same within 0.01. At head dims 96 and 128 two softmaxes a tile halve the registers of
+# scores, so that longer tiles do not spill, and their sums are added to float32 ones less often.
 _TURING_HALF_SUMS = {
-    64: Int8Config(2, 4, 64, 2, "gains 1.95, and 1.94 with 80 keys in two softmaxes"),
-    96: Int8Config(2, 4, 48, 2, "gains 1.73, and 1.71 in one softmax", steps=2),
-    128: Int8Config(2, 4, 32, 2, "gains 1.90; with 16 keys 1.68", steps=2),
-    192: Int8Config(1, 8, 48, 1, "GAIN"),
-    256: Int8Config(1, 8, 32, 1, "gains 1.80, and 1.76 in two softmaxes"),
+    64: Int8Config(2, 4, 64, 2, "gains 1.98"),
+    96: Int8Config(2, 4, 48, 2, "gains 1.68, as in one softmax, where more spills", steps=2),
+    128: Int8Config(2, 4, 32, 2, "gains 1.89, and 1.68 with 16 keys in one softmax", steps=2),
+    192: Int8Config(1, 8, 48, 1, "gains 1.58, and 1.54 with 32 keys"),
+    256: Int8Config(1, 8, 32, 1, "gains 1.57, and 1.47 in two softmaxes"),
 }
 _HALF_SUMS_GATES = {
     64: Gates(0.82, 128, kernels=0.77),
