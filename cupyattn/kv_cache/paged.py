@@ -197,7 +197,8 @@ class PagedKVCache(CacheSteps):
         numpy or cupy: whose arrays they are. CuPy's are on the current device.
     int8_keys : bool
         Keep keys as `QuantizedKeys`, for attention with int8 scores: codes of their differences
-        from ``k_centre``, with a scale for each token and head. Values have dtype, one of floats.
+        from ``k_centre``, with a scale for each token and head. Values have dtype, one of floats;
+        attention takes such a cache with "float16".
     prefix_caching, watermark, num_host_blocks : optional
         As of `BlockAllocator`. Blocks of the host are pinned memory where xp is cupy.
 
@@ -245,6 +246,16 @@ class PagedKVCache(CacheSteps):
     ((2, 8, 16, 2, 4), [[0, -1], [1, 2]])
     >>> cache.statistics().used
     3
+
+    Keys in int8, with the centre of a first prompt:
+
+    >>> cache = cupyattn.PagedKVCache(1, 8, 16, 2, 4, dtype="float16", int8_keys=True, xp=np)
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 20, 2, 4)).astype(np.float16)
+    >>> cache.k_centre[0] = cupyattn.quantize_keys(k).centre
+    >>> tables = cache.step_tables([cache.allocator.add(range(20))], 20)
+    >>> cache.append(0, k, v, tables)
+    >>> cache.keys(0), cache.attend(0, q, tables, causal=True).shape
+    (<QuantizedKeys (8, 16, 2, 4), 2,080 bytes>, (20, 2, 4))
     """
 
     def __init__(
