@@ -168,7 +168,9 @@ AnyConfig = DkdvConfig | PairedConfig | WideConfig
 # not kept. With global loads of 330 cycles it had 0.44 where all warps wait at each barrier and
 # bring Q and dout together, 0.52 where each kind brings its own array, and 0.55 where a half of dQ
 # is added while scores become gradients (one pass, head dim 512, 2026-11-28); with 500 cycles it
-# has 0.53. With options, tiles of 16 queries spill less at
+# has 0.53. The whole backward of 4 x 4,096 tokens, 8 heads of 512, took an H200 20.0 ms as
+# compute_75 code and 24.4 ms deterministic, 138 and 113 TFLOP/s, where heads of 256 had 163 and 108
+# (a script that is not kept, 2026-11-28). With options, tiles of 16 queries spill less at
 # head dims 64 and 128, and model up to 0.10 less. (8 queries at once of head dim 80, with dQ by
 # rows, were slower on an H200 when the table was made; by columns no GPU has timed them.)
 _TURING_ONE_PASS: dict[int, AnyConfig] = {
