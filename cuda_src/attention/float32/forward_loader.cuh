@@ -2,9 +2,9 @@
 // its share, from global memory to registers as they are and later from there, widened to float32, to shared memory; so
 // the latency of the loads passes under the arithmetic in between.
 //
-// A buffer holds a slice of Q and K (16 columns of all rows of the tile) or a panel of V (16 or 8 keys, all columns). Keys
-// are in the order in which the lanes read them (score_tile.cuh). That order permutes the bits of a key's number, so
-// that the keys of one thread lie a constant apart.
+// A buffer holds a slice of Q and K (16 columns of all rows of the tile) or a panel of V (16 or 8 keys, all columns).
+// Keys are in the order in which the lanes read them (score_tile.cuh). That order permutes the bits of a key's number,
+// so that the keys of one thread lie a constant apart.
 #pragma once
 
 #include "../../common/vec.cuh"

@@ -1,9 +1,9 @@
 // The two products of the float32 flash kernel, S = Q K^T and O += P V, as outer products of what a warp reads from
 // shared memory (products.cuh; the buffers: forward_loader.cuh, the lanes: score_tile.cuh).
 //
-// P passes from the layout of S to that of O through shared memory of the warp's own, in panels of as many keys as V: key by
-// key, the warp's rows side by side. A group of four rows is XORed with the number of its pair of keys, so that the
-// lanes that store four pairs at a time meet in no bank.
+// P passes from the layout of S to that of O through shared memory of the warp's own, in panels of as many keys as V:
+// key by key, the warp's rows side by side. A group of four rows is XORed with the number of its pair of keys, so that
+// the lanes that store four pairs at a time meet in no bank (or in pairs, where the warp has 8 rows).
 #pragma once
 
 #include "forward_loader.cuh"
@@ -56,7 +56,8 @@ struct ProbabilityPanel {
   // The position of the thread's rows i to i + 3 of key e within its pair of keys.
   __device__ __forceinline__ static uint32 offset(int i, int e, int pair) {
     constexpr uint32 kLaneBits = Grid::kRowLanes * kQuadBytes - 1;
-    const uint32 flip = pair % 4 * (2 * kQuadBytes) % kPairBytes;
+    constexpr int kFlips = kPairBytes / (2 * kQuadBytes) < 4 ? kPairBytes / (2 * kQuadBytes) : 4;
+    const uint32 flip = pair % kFlips * (2 * kQuadBytes);
     const uint32 group = e * (kPairBytes / 2) + i * Grid::kRowLanes * sizeof(float);
     return (group ^ (flip & ~kLaneBits)) + (Grid::row_lane() * kQuadBytes ^ (flip & kLaneBits));
   }
