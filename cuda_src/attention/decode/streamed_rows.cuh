@@ -1,5 +1,5 @@
-// Rows of head dims above 256 on tensor cores: as tensor_core_rows.cuh, but with parts of the rows of K and V on the way
-// instead of whole tiles, of which not one would fit in registers next to the accumulator.
+// Rows of head dims above 256 on tensor cores: as tensor_core_rows.cuh, but with parts of the rows of K and V on the
+// way instead of whole tiles, of which not one would fit in registers next to the accumulator.
 //
 // A part is 128 bytes of each of the tile's 16 rows: 16 registers of a lane, in four loads, of K as of V. The parts of
 // K, then those of V, then those of the next tile pass through kSlots slots: where one was multiplied, the one kSlots

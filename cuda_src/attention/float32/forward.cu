@@ -17,7 +17,8 @@
 //           causal order the longest rows start first.
 // Budget    shared memory: two buffers (one computed, one filled) and P; registers: S, the accumulator, m, l and what
 //           is on the way to the next buffer.
-// Barriers  one per buffer: ceil(D / 16) + 2 PAIRS * COLUMN_LANES / PANEL_KEYS a key tile, 1,024 multiplications apart (half above D 256).
+// Barriers  one per buffer: ceil(D / 16) + 2 PAIRS * COLUMN_LANES / PANEL_KEYS a key tile, up to 1,024 multiplications
+//           apart.
 // Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
 //           gives out = 0 and lse = -inf, or its sink. Rows of packed arrays that belong to no sequence are not
 //           touched.
