@@ -54,19 +54,19 @@ def _score_options(options: dict[str, Any]) -> dict[str, Any]:
 def _kernels_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    how: Any = {"dtype": _dtype(*arrays), "tile_k": TILE_KEYS, "native": True}  # for every GPU
+    how: Any = {"dtype": _dtype_of(*arrays), "tile_k": TILE_KEYS, "native": True}  # for every GPU
     return reference.attention_bound(*arrays, float32_weights=teaching, **how, **options)
 
 
 def _numpys_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    return cpu_attention_bound(*arrays, dtype=_dtype(*arrays), **options)
+    return cpu_attention_bound(*arrays, dtype=_dtype_of(*arrays), **options)
 
 
-def _dtype(q: NumpyArray, k: NumpyArray, v: NumpyArray) -> np.dtype[Any]:
-    """Return the dtype of a call: q and k of int8 keys are float64 here, and v of a coded cache."""
-    return min(q.dtype, v.dtype, key=lambda dtype: dtype.itemsize)
+def _dtype_of(q: NumpyArray, k: NumpyArray, v: NumpyArray) -> np.dtype[Any]:
+    """Return the dtype of a call: with int8 keys q is in float64, from a cache of integers v is."""
+    return v.dtype if q.dtype == np.float64 else q.dtype
 
 
 def _attention(

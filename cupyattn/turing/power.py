@@ -9,20 +9,19 @@ Sources: [1] AccelWattch (Kandiah et al., MICRO 2021), in accel-sim's gpgpu-sim:
 says that Turing's constant power was corrected by hand, not by how much. They are assumed for
 Turing, the constant one as the same share of the limit. [2] Horowitz, "Computing's energy problem",
 ISSCC 2014; [3] Dally, keynote of MLSys 2021: both estimate a process of 45 nm, and both were read
-in texts that quote them. How many operations the products of [3] have is assumed. [3] counts an
-overhead of 22 % for a float16 product and 16 % for an int8 one; here each instruction of a warp has
-it once for each thread, which is 55 % and 300 % of its products' own energy: with less, the model
-of an int8 product would be ahead of that of a float16 one by more than 2.1 times, and published
-figures of a T4 are 1.75 times apart. [4] TechPowerUp's review
-of an RTX 2060 Founders Edition: 0.718 V at 300 MHz, and under load 1,620 to 1,920 MHz at 0.862 to
-1.068 V; the line through the last two crosses the lowest voltage at 1.41 GHz. A GTX 1660 Ti has
-0.656 V there, and 0.85 to 1.05 V.
+in texts that quote them. [4] TechPowerUp's review of an RTX 2060 Founders Edition: 0.718 V at 300
+MHz, and under load 1,620 to 1,920 MHz at 0.862 to 1.068 V; the line through the last two crosses
+the lowest voltage at 1.41 GHz. A GTX 1660 Ti has 0.656 V there, and 0.85 to 1.05 V. [5] products of
+PyTorch on two T4s: 4.17 and 4.43 TFLOP/s in float32 (zzc0721/torch-performance-test-data); 42 TOPS
+of int8 (apache/tvm#4550).
 
-The energies rank instructions, and one factor scales all of them so that this library's product of
-256 x 192 tiles sustains the 88 TFLOP/s of cuBLAS on a TITAN RTX (a chart of
-Chennesxu/triton-turing). What a T4 sustains (24 TFLOP/s in cuBLAS, forums.developer.nvidia.com
-264462) did not enter. It depends on the lowest voltage's clock: at 1.2 GHz a T4 sustains a fifth
-more.
+Three values are fitted. One factor scales all energies so that this library's product of 256 x 192
+tiles sustains the 88 TFLOP/s of cuBLAS on a TITAN RTX (a chart of Chennesxu/triton-turing). What an
+instruction takes beyond its arithmetic is 8 pJ for each thread, for [3]'s 30, which would leave
+float32 products 1.7 TFLOP/s on a T4, and the operations of an int8 product of [3] are so many that
+both figures of [5] are as near as a T4's 24 TFLOP/s in cuBLAS float16
+(forums.developer.nvidia.com 264462), which did not enter, as nothing of an RTX 2080 Ti did. A T4
+depends on the lowest voltage's clock: at 1.2 GHz it sustains a fifth more.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from cupyattn.turing.machine import GLOBAL, MEMORY, Machine, access_bytes, pipe_
 from cupyattn.turing.sass import SassInstruction
 
 ANCHOR_TFLOPS = 88.0
-SCALE = 1.504
+SCALE = 2.039
 """The factor of all energies, from that anchor."""
 UNCERTAINTY = 0.2
 """Relative error of a sustained rate: a T4's, which was held out, is within it."""
 
 # Energies in picojoules, before `SCALE`.
-_INSTRUCTION = 30 * WARP_SIZE  # fetched, decoded and its registers read, for all threads [3]
-_HMMA = 16 * 110  # 128 operations take 110 [3]
-_IMMA = 2 * 160  # 1,024 operations of 8-bit integers take 160 [3]
+_INSTRUCTION = 8 * WARP_SIZE  # fetched, decoded and its registers read, for all threads (fitted)
+_HMMA = 16 * 110  # 128 operations (assumed) take 110 [3]
+_IMMA = 4 * 160  # 512 operations of 8-bit integers (fitted) take 160 [3]
 _ARITHMETIC = 1.5 * WARP_SIZE  # a multiply-add [3]
 _SHARED_BYTE = 20 / 8  # of a memory of 32 KB [2]
 _L2_BYTE = 100 / 8  # of a memory of 1 MB [2]
@@ -60,10 +59,10 @@ def energy(path: Iterable[SassInstruction]) -> float:
 
     Examples
     --------
-    A product on tensor cores costs as much as two other instructions and more:
+    A product on tensor cores costs as much as six other instructions and more:
 
     >>> product, sum = (energy([SassInstruction(0, each)]) for each in ("HMMA.1688.F32", "FADD"))
-    >>> 2 < product / sum < 3
+    >>> 6 < product / sum < 7
     True
     """
     return SCALE * sum(_INSTRUCTION + _work(each) for each in path)

@@ -17,16 +17,14 @@ from support.varlen import VarlenProblem, varlen_problems
 import cupyattn
 from cupyattn import QuantizedKeys, autodiff, reference
 from cupyattn.ops.attention.choice import MAX_QUERIES
-from cupyattn.ops.attention.kernels.int8 import INT8
+from cupyattn.ops.attention.kernels.int8 import INT8, INT8_HALF_SUMS, int8_row
 from cupyattn.ops.attention.reference.quantised import (
-    BIAS,
     int8_attention_estimate,
     key_centres,
     quantised_operands,
     quantize_keys,
 )
-from cupyattn.runtime.precision import U32
-from cupyattn.testing import AttentionCase
+from cupyattn.testing import AttentionCase, assert_within_bounds, expected
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -75,33 +73,7 @@ def exact_and_bounds(
     return reference.attention(*operands, **options), bounds
 
 
-def decoded_and_bounds(
-    q: np.ndarray, keys: QuantizedKeys, v: np.ndarray, options: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Return exact attention of q and the quantised keys, and the bounds of decoding.
-
-    Integers of keys add to them as `stored_attention_bound` says.
-    """
-    scale = abs(options.get("softmax_scale") or q.shape[-1] ** -0.5)
-    options = {**options, "softmax_scale": scale}
-    pieces: tuple[Any, ...] = (keys.codes, keys.scales, keys.centre)
-    both, of_keys = quantised_operands(q, *pieces, exact_q=True)
-    bounds = reference.attention_bound(both, of_keys, v, dtype="float16", tile_k=16, **options)
-    largest = (np.abs(keys.codes.astype(float)) + 2 * BIAS["int8"]) * keys.scales[..., None]
-    largest = np.repeat(largest, q.shape[2] // k_heads(keys), axis=2)
-    reach = np.einsum("bihd,bjhd->bhij", np.abs(q).astype(float), largest)
-    ds = (q.shape[-1] + 4) * U32 * scale * np.max(reach, axis=-1, initial=0)
-    weighted, _ = reference.attention(both, of_keys, np.abs(v), **options)
-    more = 4 * np.swapaxes(ds, 1, 2)[..., None] * weighted, 2 * ds
-    exact = reference.attention(both, of_keys, v, **options)
-    return exact, tuple(bound + each for bound, each in zip(bounds, more, strict=True))
-
-
-def k_heads(keys: QuantizedKeys) -> int:
-    return max(keys.shape[-2], 1)
-
-
-def check(problem: AttentionCase) -> None:
+def check(problem: AttentionCase, **more: str) -> None:
     q, k, v = problem.arrays()
     keys, options = quantised(k), {**problem.keywords(), **more}
     exact, bounds = exact_and_bounds(q, keys, v, options)
@@ -348,6 +320,7 @@ def test_packed_sequences_within_bounds(problem: VarlenProblem):
 )
 def test_paged_caches_within_bounds(problem: AttentionCase, block_size: int, packed: bool):
     q, k, v = problem.arrays()
+    packed = packed or q.shape[1] <= MAX_QUERIES  # others are decoded, and not quantised
     batch, length = k.shape[:2]
     rng = np.random.default_rng(problem.seed)
     columns = -(-max(length, 1) // block_size)
@@ -363,9 +336,7 @@ def test_paged_caches_within_bounds(problem: AttentionCase, block_size: int, pac
     arrays = q, cache, pools[1], table.astype(np.int32), lengths
     keys = QuantizedKeys(*quantize_keys(k, centre), centre)
     options = problem.keywords()
-    few = q.shape[1] <= MAX_QUERIES and not packed
-    bounded = decoded_and_bounds if few else exact_and_bounds
-    exact, bounds = bounded(q, keys, v, {**options, "seqused_k": lengths})
+    exact, bounds = exact_and_bounds(q, keys, v, {**options, "seqused_k": lengths})
     if packed:
         rows = (batch * q.shape[1], *q.shape[2:])
         arrays = q.reshape(rows), *arrays[1:]
@@ -383,6 +354,26 @@ def test_paged_caches_within_bounds(problem: AttentionCase, block_size: int, pac
     for found in (tuple(map(KERNELS.get, results)), in_numpy):
         ratios = [reference.error_ratio(*each) for each in zip(found, exact, bounds, strict=True)]
         assert max(ratios) <= 1, ratios
+
+
+def test_packed_and_paged_float16_accumulators_give_the_dense_result():
+    q, k, v = (normal(seed, 1, 48, 2, 64) for seed in range(3))
+    keys = cupyattn.quantize_keys(k)
+    bounds, table = np.array([0, 48], np.int32), np.arange(3, dtype=np.int32)[None]
+    codes, scales = keys.codes.reshape(3, 16, 2, 64), keys.scales.reshape(3, 16, 2)
+    cache = QuantizedKeys(codes, scales, keys.centre[0])
+    packed_keys = QuantizedKeys(keys.codes[0], keys.scales[0], keys.centre)
+    options: dict[str, Any] = {"causal": True, "accumulator": "float16"}
+    with cupyattn.backend("emulator"):
+        dense = cupyattn.attention(q, keys, v, **options)
+        sizes = bounds, bounds, 48, 48
+        packed = cupyattn.attention_varlen(q[0], packed_keys, v[0], *sizes, **options)
+        pool = v.reshape(3, 16, 2, 64)
+        paged = cupyattn.paged_attention(q, cache, pool, table, bounds[1:], **options)
+        plain = cupyattn.attention(q, keys, v, causal=True)
+    assert (packed == dense[0]).all()
+    assert (paged == dense).all()
+    assert (plain != dense).any(), "the same sums"
 
 
 def data_of(kind: str, seed: int, head_dim: int) -> tuple[np.ndarray, ...]:

@@ -373,6 +373,10 @@ FIGURES = {
         Figure(
             "int8 product, cublasLt", 42, "apache/tvm#4550", own("matmul_s8"), is_target=False
         ),
+        Figure(
+            "float32 product", 4.3, "zzc0721/torch-performance-test-data",
+            own("linear_forward_f32", DTYPE="float32"), is_target=False,
+        ),
     ),
 }  # fmt: skip
 """Figures of a device. triton-turing's pipeline and its transposed operands in shared memory are of

@@ -2,9 +2,9 @@
 #pragma once
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(STEPS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+    !defined(STEPS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, STEPS, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, STEPS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(MODIFIED)
@@ -53,7 +53,7 @@ struct Traits {
   using KTileLoader = TileLoader<KTile, kHeadDim / 2, kCodesVec, kThreads, Tile>;
   // Where rows are shared by twice as many lanes, tiles that are no multiple of 16 rows have no idle pass.
   static constexpr int kVLanes = kTileK % 16 != 0 && kOutTiles == 16 ? 16 : 0;
-  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile, kVLanes>;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile, 0, kVLanes>;
   using OutputSums = ::OutputSums<ACCUMULATOR, kTileK, STEPS>;
   using Softmax = ::Softmax<kMTiles, kOutTiles, Scalar, OutputSums::Range<Scalar>>;
 
@@ -350,96 +350,16 @@ __device__ __forceinline__ void attend_to_tile(Traits::Tile::Packed (&p)[STEPS],
   }
 }
 
-// The loader of keys for a CTA of query rows: as KeyLoader (tensor_core/key_loader.cuh), of codes, their scales and V.
-template <typename KTileLoader, typename VTileLoader>
-struct QuantizedKeyLoader {
-  using KTile = typename KTileLoader::Tile;
-  using VTile = typename VTileLoader::Tile;
-  static constexpr int kTileK = KTile::kRows;
-  // On the way, of K, then of V.
-  using Quads = uint4[KTileLoader::kQuads > VTileLoader::kQuads ? KTileLoader::kQuads : VTileLoader::kQuads];
-
-  struct Rows {
-    const char *k_g, *v_g;
-    const float* scales_g;
-  };
-
-  uint32 k_both_s, v_both_s, scales_both_s;  // both halves
-  KTileLoader k_loader;
-  VTileLoader v_loader;
-  int64 k_stride, v_stride, scale_stride;  // in items of 16 bits, and in floats
-  Rows head_rows;                          // of the head's first tile
-
-  __device__ __forceinline__ QuantizedKeyLoader(const AttentionParams& params, const QuantizedKeysParams& quantized,
-                                                const TileCoordinates& coords, const signed char* k_g,
-                                                const float* scales_g, const float16* v_g, const LoopTiles& tiles)
-      : k_both_s(shared_address(tiles.keys.k)),
-        v_both_s(shared_address(tiles.keys.v)),
-        scales_both_s(shared_address(tiles.scales)),
-        k_loader(params.k.seq / 2),
-        v_loader(params.v.seq),
-        k_stride(params.k.seq / 2),
-        v_stride(params.v.seq),
-        scale_stride(quantized.scales.seq) {
-    const signed char* k_head_g = ::head_rows(k_g, params.k, coords.batch, coords.kv_head, 0);
-    head_rows.k_g = KTileLoader::lowest(reinterpret_cast<const uint16*>(k_head_g), k_stride);
-    head_rows.v_g = VTileLoader::lowest(::head_rows(v_g, params.v, coords.batch, coords.kv_head, 0), v_stride);
-    head_rows.scales_g = ::head_rows(scales_g, quantized.scales, coords.batch, coords.kv_head, 0);
-  }
-
-  __device__ __forceinline__ Rows rows(int tile) const {
-    return {head_rows.k_g + tile * (k_stride * kTileK * 2), head_rows.v_g + tile * (v_stride * kTileK * 2),
-            head_rows.scales_g + tile * (scale_stride * kTileK)};
-  }
-  __device__ __forceinline__ void move_on(Rows& next) const {
-    next.k_g += k_stride * kTileK * 2;
-    next.v_g += v_stride * kTileK * 2;
-    next.scales_g += scale_stride * kTileK;
-  }
-  __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
-  __device__ __forceinline__ uint32 v_s(int half) const { return v_both_s + half * VTile::kBytes; }
-  __device__ __forceinline__ uint32 scales_s(int half) const {
-    return scales_both_s + half * kTileK * static_cast<int>(sizeof(float));
-  }
-
-  // kRagged: only `keys` keys of the tile exist; the others have scale 0.
-  template <bool kRagged>
-  __device__ __forceinline__ void fetch_k(Quads& quads, float& scale, const Rows& from, int keys) const {
-    k_loader.template load<kRagged>(quads, from.k_g, k_stride, keys);
-    const int key = threadIdx.x;
-    scale = 0.f;
-    if (key < kTileK && (!kRagged || key < keys)) {
-      scale = __uint_as_float(ld_global_u32(from.scales_g + key * scale_stride));
-    }
-  }
-  template <bool kRagged>
-  __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
-    v_loader.template load<kRagged>(quads, from.v_g, v_stride, keys);
-  }
-  __device__ __forceinline__ void store_k(const Quads& quads, float scale, uint32 to_s, uint32 scales_to_s) const {
-    k_loader.store(to_s, quads);
-    if (threadIdx.x < kTileK) {
-      st_shared_u32(scales_to_s + threadIdx.x * sizeof(float), __float_as_uint(short_scale(scale)));
-    }
-  }
-  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_loader.store(to_s, quads); }
-
-  // The first tile, all the way.
-  __device__ __forceinline__ void bring(const Rows& from, int keys, int half) const {
-    Quads quads;
-    float scale;
-    fetch_k<true>(quads, scale, from, keys);
-    store_k(quads, scale, k_s(half), scales_s(half));
-    fetch_v<true>(quads, from, keys);
-    store_v(quads, v_s(half));
-  }
-
-  // See Softmax::renew.
-  __device__ __forceinline__ void renew() {
-    k_loader.renew();
-    v_loader.renew();
-  }
-};
+// The first tile, all the way.
+template <typename Loader>
+__device__ __forceinline__ void bring(const Loader& loader, const typename Loader::Rows& from, int keys, int half) {
+  typename Loader::Quads quads;
+  float scale;
+  loader.template fetch_k<true>(quads, scale, from, keys);
+  loader.store_k(quads, scale, loader.k_s(half), loader.scales_s(half));
+  loader.template fetch_v<true>(quads, from, keys);
+  loader.store_v(quads, loader.v_s(half));
+}
 
 // One key tile, from one half of the buffers, while the next one is brought to the other half. V is loaded after the
 // softmax: loaded before it, as tensor_core/forward.cuh does, its loads wait in the queue of the shared-memory loads

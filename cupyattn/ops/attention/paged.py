@@ -297,7 +297,8 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
         traits.choices.because(reason, *_reasons_of_prompts(problem, traits))
         if problem.options.accumulator == "float16":
             dims = problem.head_dim, problem.head_dim
-            require_half_sum_kernels(kernels_of(dtype, dims, traits), dims, traits)
+            if not isinstance(problem.layouts, QuantizedPagedArrays):
+                require_half_sum_kernels(kernels_of(dtype, dims, traits), dims, traits)
             traits.choices.because(HALF_SUMS)
         plan = planner.plan(_prefill_step(problem, laid, planner, traits))
         return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))
@@ -445,7 +446,7 @@ def _int8_kernel(
             )
     dim, options = problem.head_dim, score_options(problem)
     vec = whole_vectors(vector_items("float16"), problem, laid, ("q", "v", "out"))
-    row = int8.paged_row(dim, options)
+    row = int8.paged_row(dim, options, problem.options.accumulator)
     return int8.flash(dim, dim, vec, options, int8.PAGED, row), row.tile_q
 
 

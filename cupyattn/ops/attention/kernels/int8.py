@@ -88,9 +88,9 @@ _TURING_WITH_ITEMS = {
     64: Int8Config(2, 4, 48, 2, "models 0.50 to 0.57 with items, and 0.45 to 0.60 with 64 keys")
 }
 _GATES = {
-    64: Gates(0.74, 128, scalar=0.64, options=0.62, kernels=0.70, most_spills=160),
-    96: Gates(0.73),
-    128: Gates(0.82, kernels=0.70, most_spills=64),
+    64: Gates(0.74, 128, scalar=0.64, options=0.51, kernels=0.70, most_spills=160),
+    96: Gates(0.68),
+    128: Gates(0.78, kernels=0.70, most_spills=64),
     192: Gates(0.60),
     256: Gates(0.67, 32),
 }
@@ -143,9 +143,11 @@ def int8_row(
     return rows[limit]
 
 
-def paged_row(head_dim: int, options: FlashOptions = PLAIN) -> Int8Config:
+def paged_row(
+    head_dim: int, options: FlashOptions = PLAIN, accumulator: str = "float32"
+) -> Int8Config:
     """Return the configuration over a paged cache, whose tiles are whole groups of 16 keys."""
-    row = int8_row(head_dim, head_dim, options)
+    row = int8_row(head_dim, head_dim, options, accumulator)
     return replace(row, tile_k=row.tile_k // _GROUP_KEYS * _GROUP_KEYS, l2_ahead=0)
 
 
@@ -178,6 +180,7 @@ def flash(
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=8,
         L2_AHEAD=row.l2_ahead,
+        ACCUMULATOR=row.accumulator,
         **option_macros(options, _OPTION_MACROS),
     )
 
@@ -189,6 +192,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield flash(head_dim, head_dim, vec)
     for head_dim in (64, 128):
         yield flash(head_dim, head_dim, vec, spec=VARLEN)
+        yield flash(head_dim, head_dim, vec, spec=PAGED, row=paged_row(head_dim))
     for head_dim, row in INT8_HALF_SUMS.items():
         yield flash(head_dim, head_dim, vec, row=row)
     yield flash(128, 128, vec, spec=VARLEN, row=INT8_HALF_SUMS[128])
