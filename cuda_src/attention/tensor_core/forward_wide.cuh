@@ -6,8 +6,8 @@
 // with smaller heads. A tile of keys has two phases:
 //
 //   scores   each warp multiplies its columns of Q and K, and gives the other three the parts of their rows' scores;
-//   softmax  each warp multiplies the probabilities of the tile before by its columns of V. Then it adds up the scores
-//            of its eight rows, and gives all four warps the probabilities.
+//   softmax  each warp adds up the scores of its eight rows, and gives all four the probabilities. Then it multiplies
+//            those of the tile before by its columns of V.
 //
 // Tiles     64 query rows by TILE_K keys; 8 warps.
 // Grid      as forward.cu.
@@ -49,11 +49,6 @@
 #include "score_items.cuh"
 #include "softmax.cuh"
 
-// Of the widest rows a thread has four chunks of one row, with immediate offsets. (At head dim 384, three chunks of one
-// row model 0.41, one of each of four rows 0.46.)
-template <typename Tile>
-constexpr int kLanesOfRow = Tile::kChunks == 64 && VEC > 1 ? WARPS * kWarpSize / TILE_K : 0;
-
 struct Traits {
   using Scalar = DTYPE;
   static constexpr int kHeadDim = HEAD_DIM;
@@ -80,8 +75,8 @@ struct Traits {
   using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8, kRun>;  // of the warps that share rows
   using OwnTile = ScoreTile<1, kKeyTiles, Along::kN8, kRun, 1>;  // of one of them
   using Items = ForwardItems<Pass, OwnTile>;
-  using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile, 0, kLanesOfRow<KTile>>;
-  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile, 0, kLanesOfRow<VTile>>;
+  using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
   using Softmax = RowSoftmax<Scalar>;
   using Exchange = ScoreExchange<Tile, OwnTile, kGroups>;
 
@@ -264,7 +259,6 @@ struct KeyMoves {
                                               TilePart part) {
     loader.store_v(quads, v_s, part);
     if (more) loader.template fetch_k<kRagged>(quads, next, next_keys, part);
-    if (!kRagged && Traits::kVec > 1) __syncwarp();  // no buffer: ptxas would otherwise sink the loads
   }
   template <bool kRagged>
   __device__ __forceinline__ void with_output(const Loader& loader, uint32 next_k_s, const typename Loader::Rows& next,
@@ -362,14 +356,6 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   const auto move_then = [&](TilePart part) {
     if (!kMasked || more) moves.template with_output<kMasked>(loader, next_k_s, next, next_keys, part);
   };
-  if (kMasked) every_part<kParts>(move_then);
-  if (Loader::kLookUp != LookUp::kFirst) ahead = loader.look_up(after_next);
-  if (pending) {
-    shrink_output(warp, shrink);
-    add_output<kMasked ? 0 : kParts>(warp, cta, p, last_v_s, move_then);
-  } else if (!kMasked) {
-    every_part<kParts>(move_then);
-  }
   if (active) {
     Traits::OwnTile::Packed own_p;
     cta.exchange.give_factor(softmax_tile<kMasked>(own_p, scores, warp, items, cta, first_key, whole, partial, seen));
@@ -377,6 +363,14 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
       drop<Traits::OwnTile>(own_p, cta.params.scores, cta.coords, warp.first_own_row(), first_key);
     }
     cta.exchange.give_packed(own_p);
+  }
+  if (kMasked) every_part<kParts>(move_then);
+  if (Loader::kLookUp != LookUp::kFirst) ahead = loader.look_up(after_next);
+  if (pending) {
+    shrink_output(warp, shrink);
+    add_output<kMasked ? 0 : kParts>(warp, cta, p, last_v_s, move_then);
+  } else if (!kMasked) {
+    every_part<kParts>(move_then);
   }
   pending = active;
   moves.wait();

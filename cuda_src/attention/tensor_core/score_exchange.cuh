@@ -47,17 +47,17 @@ struct ScoreExchange {
   static constexpr int kPartBytes = kKeyTiles * kFragmentBytes;
   static_assert(Shared::kMTiles * 16 == kSharedRows && Own::kNTiles == kKeyTiles, "32 rows");
 
-  // [x - 1][w]: of warp w's rows, from warp w ^ x.
+  // [x - 1][w]: from warp w, of the rows of warp w ^ x.
   alignas(128) unsigned char parts[kGroups][kSharing - 1][kSharing][kPartBytes];
   unsigned char p[kGroups][kSharing / 2][kKeyTiles][kFragmentBytes];  // A fragments
   float factors[kGroups][kSharing / 2][kOwnRows][2];
 
   // This warp's part of the scores, to the other three.
   __device__ __forceinline__ void give(const typename Shared::Fragment& s) {
-    const uint32 lane_s = parts_of_lane();
+    const uint32 own_s = parts_of_lane() + sharing_warp() * kPartBytes;
 #pragma unroll
     for (int x = 1; x < kSharing; x++) {
-      const uint32 place_s = lane_s + (sharing_warp() ^ x) * kPartBytes + (x - 1) * kSharing * kPartBytes;
+      const uint32 place_s = own_s + (x - 1) * kSharing * kPartBytes;
 #pragma unroll
       for (int n = 0; n < kKeyTiles; n++) {
         st_shared_v2(place_s + n * kFragmentBytes, s[n][x / 2][x % 2 * 2], s[n][x / 2][x % 2 * 2 + 1]);
@@ -69,13 +69,14 @@ struct ScoreExchange {
   __device__ __forceinline__ void take(typename Own::Fragment& own, const typename Shared::Fragment& s) const {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n++) own[n][0][0] = s[n][0][0], own[n][0][1] = s[n][0][1];
-    const uint32 own_s = parts_of_lane() + sharing_warp() * kPartBytes;
+    const uint32 lane_s = parts_of_lane();
 #pragma unroll
     for (int x = 1; x < kSharing; x++) {
+      const uint32 place_s = lane_s + (sharing_warp() ^ x) * kPartBytes + (x - 1) * kSharing * kPartBytes;
 #pragma unroll
       for (int n = 0; n < kKeyTiles; n++) {
         float pair[2];
-        ld_shared(pair, own_s + (x - 1) * kSharing * kPartBytes + n * kFragmentBytes);
+        ld_shared(pair, place_s + n * kFragmentBytes);
         own[n][0][0] += pair[0], own[n][0][1] += pair[1];
       }
     }

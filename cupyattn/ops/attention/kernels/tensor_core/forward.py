@@ -100,7 +100,7 @@ _TURING = {
     192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.60 with 16 keys"),
     256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.69 with 32 keys, where 36 bytes spill"),
     512: FlashConfig(
-        2, 8, 16, 1, "models 0.54, and 0.46 at 384; four warps share 32 rows", sharing=4
+        2, 8, 16, 1, "models 0.51, and 0.47 at 384; four warps share 32 rows", sharing=4
     ),
 }
 # From head dim 160 on shared memory binds, at 0.79, 0.80 and 0.80 of the tensor cores: these rows
@@ -163,7 +163,7 @@ _TURING_INTEGERS = {
     128: FlashConfig(2, 4, 16, 2, "models 0.63 and 0.61"),
     192: FlashConfig(1, 8, 32, 1, "models 0.64 and 0.63"),
     256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.49 and 0.55 with 32 keys"),
-    512: FlashConfig(2, 8, 16, 1, "models 0.51 and 0.45", sharing=4),
+    512: FlashConfig(2, 8, 16, 1, "models 0.36 and 0.40", sharing=4),
 }
 # Float16 accumulators for P V: on GeForce devices mma with them runs at twice the rate. "Gains" is
 # the speed against the row above it in the table of plain calls, by the same model of an RTX 2080
@@ -199,7 +199,7 @@ _GATES = {
     160: Gates(0.69, scalar=0.38, kernels=0.64, most_spills=64),
     192: Gates(0.73, scalar=0.54, kernels=0.68),
     256: Gates(0.67, 32, scalar=0.49, kernels=0.65, most_spills=64),
-    512: Gates(0.54, 96, scalar=0.35, items=0.40, options=0.47, kernels=0.46, most_spills=192),
+    512: Gates(0.51, 80, scalar=0.41, items=0.41, options=0.46, kernels=0.44, most_spills=160),
 }
 _WITH_GATES = {
     "dropout": {40: Gates(0.62, options=0.55), 80: Gates(0.75)},
@@ -219,7 +219,7 @@ _INTEGERS_GATES = {
     128: Gates(0.68, 64, kernels=0.61),
     192: Gates(0.63),
     256: Gates(0.65, 32),
-    512: Gates(0.44, 64),
+    512: Gates(0.35, 192),
 }
 # From sm_80 on Q K^T takes two steps of columns in one instruction; P V still takes one.
 # A tile of 16 keys takes an H200 a microsecond, and so does its memory: causal attention of 131,072
