@@ -2,17 +2,17 @@
 //
 //   x = k - c,   scale = max_d |x_d| / 127,   code_d = round(x_d (127 / max_d |x_d|))
 //
-// Every operation is float32, correctly rounded, and subnormal results are 0: codes and scales equal NumPy's. A score of
-// attention is then q.c + scale sum_d q_d code_d (Zhang et al., "SageAttention", arXiv:2410.02367, section 4.2). Keys,
-// and queries in place, are rotated first if there is a TABLE, as in rope/rotate.cu (Su et al., arXiv:2104.09864,
-// equation 34), with no rounding in between.
+// Every operation is float32, correctly rounded, and subnormal results are 0: codes and scales equal NumPy's for the
+// same k. A score of attention is then q.c + scale sum_d q_d code_d (Zhang et al., "SageAttention", arXiv:2410.02367,
+// section 4.2). Keys, and queries in place, are rotated first if there is a TABLE, as in rope/rotate.cu (Su et al.,
+// arXiv:2104.09864, equation 34), in float32 and with no rounding to DTYPE in between.
 //
 // Shapes    k, codes (B, S, G, D), scales (B, S, G) and q (B, S, H, D) with any outer strides, or packed (total, G, D).
 //           centre (G, D) or (sequences, G, D) float32, whose stride of sequences may be 0. cos and sin (positions, R/2)
 //           of TABLE, which is void without a rotation.
-// Work      LANES (4 to 32) lanes of a warp own kKeys neighbouring tokens of one head; a lane has 8 items of each and reads their
-//           centre once. Neighbouring rows of lanes have neighbouring heads, then tokens, then queries after keys. Grid
-//           ceil(rows / rows of a CTA).
+// Work      LANES (4 to 32) lanes of a warp own kKeys neighbouring tokens of one head; a lane has 8 items of each, and
+//           reads their centre once. Neighbouring rows of lanes have neighbouring heads, then tokens, then queries after
+//           keys. Grid ceil(rows / rows of a CTA).
 // Budget    registers: kKeys loads of 16 bytes (32 for float32) in flight, 8 items of the centre; no shared memory.
 // Edges     as in common/row_codes.cuh, but a key whose |x| are all below 2^-100 has the scale kLeastScale: no scale is
 //           0. A key with a NaN or an infinity has scale NaN and codes 0. Packed keys before or after all sequences
