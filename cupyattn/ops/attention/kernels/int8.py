@@ -88,7 +88,7 @@ _TURING_WITH_ITEMS = {
     64: Int8Config(2, 4, 48, 2, "models 0.50 to 0.57 with items, and 0.45 to 0.60 with 64 keys")
 }
 _GATES = {
-    64: Gates(0.74, 128, scalar=0.64, options=0.51, kernels=0.70, most_spills=160),
+    64: Gates(0.74, 128, scalar=0.60, options=0.51, kernels=0.70, most_spills=160),
     96: Gates(0.68),
     128: Gates(0.78, kernels=0.70, most_spills=64),
     192: Gates(0.60),
