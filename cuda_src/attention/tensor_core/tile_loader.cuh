@@ -131,6 +131,12 @@ struct TileLoader {
     return kColumnGroups * part / parts;
   }
 
+  // The places of which parts are counted: tiles that take turns in the same registers have the same.
+  template <int kRoom>
+  __device__ __forceinline__ static constexpr int places() {
+    return kRoom > kQuads ? kRoom : kQuads;
+  }
+
   // kRagged: rows from valid_rows on do not exist.
   template <bool kRagged, int kPart = 0, int kParts = 1, int kRoom>
   __device__ __forceinline__ void load(uint4 (&quads)[kRoom], const char* lowest_g, int64 row_stride, int valid_rows,
@@ -160,7 +166,7 @@ struct TileLoader {
     for (int pass = 0; pass < kPasses; pass++) {
 #pragma unroll
       for (int group = kBegin; group < kEnd; group++) {
-        if (!moved.has(pass * kColumnGroups + group, kQuads)) continue;
+        if (!moved.has(pass * kColumnGroups + group, places<kRoom>())) continue;
         Chunk& loaded = chunks[pass * (kEnd - kBegin) + group - kBegin];
         if (kRagged || kPadded) loaded = Chunk{};
         if (!owns(pass) || (kRagged && !exists(key_of_pass(pass)))) continue;
@@ -197,18 +203,19 @@ struct TileLoader {
   __device__ __forceinline__ void store(uint32 tile_s, const uint4 (&quads)[kRoom], TilePart moved = {}) const {
     constexpr int kBegin = part_begin(kPart, kParts), kGroups = part_begin(kPart + 1, kParts) - kBegin;
     store_made<kPart, kParts>(
-        tile_s, [&](int pass, int group) { return quads[pass * kGroups + group - kBegin]; }, moved);
+        tile_s, [&](int pass, int group) { return quads[pass * kGroups + group - kBegin]; }, moved, places<kRoom>());
   }
 
   // Bring quads that are made here.
   template <int kPart = 0, int kParts = 1, typename Quad>
-  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad, TilePart moved = {}) const {
+  __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad, TilePart moved = {},
+                                             int of_places = kQuads) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
 #pragma unroll
       for (int group = part_begin(kPart, kParts); group < part_begin(kPart + 1, kParts); group++) {
-        if (!owns(pass) || !moved.has(pass * kColumnGroups + group, kQuads)) continue;
+        if (!owns(pass) || !moved.has(pass * kColumnGroups + group, of_places)) continue;
         const uint32 at = ((tile_s + shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
         st_shared_v4(at + group * kRowLanes * kChunkBytes, quad(pass, group));
       }
