@@ -294,7 +294,7 @@ def test_four_capped_scores_share_no_key_that_a_mask_hides(dtype: str, hides: bo
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [("float16", 64), *deep(("bfloat16", 64), ("float16", 128))]
 )
-@pytest.mark.parametrize("q_offset", [-50, *deep(-300, 0, 100, 250, 2**18 + 1)])
+@pytest.mark.parametrize("q_offset", [-2, -30, *deep(-300, -50, 0, 100, 250, 2**18 + 1)])
 def test_alibi_of_keys_on_either_side_of_the_queries(dtype: str, head_dim: int, q_offset: int):
     """Tiles of keys before all rows of a warp, after them, and around them; slopes of any size."""
     q, k, v = AttentionCase(1, 70, 260, 5, 1, head_dim, head_dim, dtype).arrays()

@@ -6,7 +6,11 @@
 // masks, options and epilogue it shares. Different are: K and V pass no register on their way to shared memory
 // (cp.async), one tile ahead; both products take 16 columns or keys in one instruction (mma.m16n8k16), of which
 // neighbouring fragments of P are an operand as they are; P is packed by a conversion (softmax.cuh), so bfloat16 has
-// tensor cores as well.
+// tensor cores as well. Where the keys of a step lie on one side of all of a warp's rows, ALiBi is a sum:
+//
+//   -slope |i - j| = -slope |i - j0| + side slope (j - j0),   j0 a thread's first key, side 1 before the rows, -1 after
+//
+// The first term shifts the row's maximum, and all rows share the multiples of the slope in the second.
 //
 // Shapes    AttentionParams (params.cuh), or VarlenParams (varlen_params.cuh): packed sequences (sequences.cuh).
 //           HEAD_DIM and HEAD_DIM_V from 1 to 256 in steps of 8 columns, zero-filled. DTYPE is that of q, k, v and out.
