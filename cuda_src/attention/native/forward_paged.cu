@@ -87,7 +87,7 @@ struct PagedRows {
 
 #if HEAD_DIM <= 256
 // As AsyncKeyLoader.
-template <typename TileLoader>
+template <typename TileLoader, typename...>
 struct PagedTileLoader : PagedRows<TileLoader> {
   using PagedRows<TileLoader>::PagedRows;
   struct Rows {};  // those that were looked up last
