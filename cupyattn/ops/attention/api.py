@@ -226,7 +226,8 @@ def attention(
         Absolute values of v in use are at most 250. On a GPU larger ones may give infinities or
         NaN; on NumPy arrays, and where values are checked (`backend`), they are an error. Weights
         below 2**-16 of a query's largest may be lost (see Notes). Calls that "flash" decodes
-        accumulate in float32, and so do NumPy arrays. Other GPUs and dtypes are an error.
+        accumulate in float32, and so do NumPy arrays. Other dtypes are an error, and so are other
+        GPUs, except with int8 keys.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
@@ -275,8 +276,8 @@ def attention(
     NumPy arrays it is an error. A call runs on the current stream of its device and does not wait.
 
     With ``accumulator="float16"`` each sum of a tile of n keys is rounded n / 8 times, by 2**-11 of
-    its terms' absolute values, and weights below 2**-16 of the row's largest (2**-18 with tiles of
-    16 keys, from head dim 97 on) become 0, where they otherwise do below 2**-23.
+    its terms' absolute values, and weights below 2**-16 of the row's largest become 0, where they
+    otherwise do below 2**-23.
 
     "flash" splits the keys of calls with 1 to 16 queries, 256 keys or more that a window leaves
     them, D = Dv and none of mask, bias, dropout, score_mod and mask_mod, as Flash-Decoding does
