@@ -83,7 +83,7 @@ def test_columns_shared_by_warps_within_bounds_of_the_reference(head_dims, deter
 
 
 @pytest.mark.parametrize("deterministic", [False, *deep(True)])
-@examples(2, deep=16)
+@examples(5, deep=16)
 @given(
     problem=attention_problems(
         head_dims=wider([(264, 320)], [(512, 384), (72, 512)]),
