@@ -73,7 +73,7 @@ SHARED_HEAD_DIMS = [(264, 320), *deep(*((pair,) for pair in _SHARED))]
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dims", SHARED_HEAD_DIMS, ids=str)
-@examples(2, deep=12)
+@examples(4, deep=12)
 @given(data=st.data())
 def test_columns_shared_by_warps_within_bounds_of_the_reference(head_dims, deterministic, data):
     problems = attention_problems(
