@@ -126,7 +126,7 @@ TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
         320: {None: DecodeConfig(8, 2, "5 parts in 80 registers, 80 of out", 5)},
         384: {None: DecodeConfig(8, 2, "4 parts in 64 registers, 96 of out", 4)},
         448: {None: DecodeConfig(8, 2, "2 parts in 32 registers, 112 of out", 2, _FEW_SPILLS)},
-        512: {None: DecodeConfig(8, 2, "with 2 parts on the way it takes 7 % longer", 4, _SPILLS)},
+        512: {None: DecodeConfig(8, 2, "4 parts on the way: 2 take 7 % longer", 4, _SPILLS)},
     }
 }
 
@@ -149,7 +149,9 @@ INTEGER_TENSOR_CORES: Mapping[
             },
             256: {None: DecodeConfig(8, 2, "64 registers of K and V on the way")},
             384: {None: DecodeConfig(8, 2, "3 parts in 48 registers, 96 of out", 3)},
-            512: {None: DecodeConfig(8, 2, "with 2 parts it takes 12 % longer", 4, _MORE_SPILLS)},
+            512: {
+                None: DecodeConfig(8, 2, "4 parts on the way: 2 take 12 % longer", 4, _MORE_SPILLS)
+            },
         },
         "uint8": {
             64: {
@@ -161,7 +163,7 @@ INTEGER_TENSOR_CORES: Mapping[
                 None: DecodeConfig(16, 2, "a quarter of float16's bytes: two tiles", 2),
             },
             256: {None: DecodeConfig(8, 2, "two tiles ahead would spill with options")},
-            512: {None: DecodeConfig(8, 2, "with all 4 parts it takes 15 % longer", 2, _SPILLS)},
+            512: {None: DecodeConfig(8, 2, "2 parts on the way: 4 take 15 % longer", 2, _SPILLS)},
         },
     }
 }
