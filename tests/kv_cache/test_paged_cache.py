@@ -275,7 +275,7 @@ def test_the_arrays(dtype):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("side", [NUMPY, EMULATED], ids=str)
+@pytest.mark.parametrize("side", [NUMPY, EMULATED], ids=["numpy", "emulator"])
 def test_int8_keys_and_float_values(side):
     """Codes of what is appended, with each layer's centre; copies and host memory have them too."""
     cache = PagedKVCache(

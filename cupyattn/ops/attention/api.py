@@ -459,8 +459,8 @@ def attention_backward(
         64 and 8, it needs 8 * rows bytes, and 8 for every 32 rows of q and of v (16 where Dv is
         above 64, 8 above 128); unless deterministic, 4 * rows * D' more; and for a bias that
         broadcasts up to 2**24, or where it does so along Sq or Sk a quarter of a byte for each
-        score of its batch elements and heads, with Sq rounded up to 128 (4 bytes for each of the
-        B * H * Sq * Sk scores if D or Dv is above 256); each rounded up to 256. A BlockMask takes 8
+        score of its batch elements and heads (Sq rounded up to 128), and where D or Dv is above
+        256 4 bytes for each of B * H * Sq * Sk scores; each rounded up to 256. A BlockMask takes 8
         bytes for each tile of each kernel. With rotary it needs as much as q and k more, with
         accumulate twice that. An error says how many.
         With grads and workspace a call allocates nothing, and can be captured in a CUDA graph.

@@ -23,7 +23,7 @@ REASONS = (
     "lost: q and k - centre keep 127 steps to each side of 0 in a row, so a score errs by about "
     "softmax_scale sqrt((a^2 |k - centre|^2 + b^2 |q|^2) / 12), with the rows' steps a and b",
 )
-"""Gains and losses of a call, for `cupyattn.explain`."""
+"""Reasons of a call, for `cupyattn.explain`."""
 _OPTION_MACROS = tuple(name for name in FlashOptions._fields if name != "dropout")
 
 
