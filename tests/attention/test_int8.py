@@ -126,6 +126,18 @@ def test_float16_accumulators_follow_rising_scores(head_dim: int):
     assert max(ratios) <= 1, ratios
 
 
+def test_p_of_an_earlier_softmax_shrinks_key_by_key():
+    """Each 16 keys weigh exp(3) times as much as those before, which still show in the result."""
+    q, k, v = normal(0, 1, 40, 1, 128), normal(1, 1, 128, 1, 128), normal(2, 1, 128, 1, 128)
+    scale = 128**-0.5
+    q[..., 0], k[0, :, 0, 0] = 8, 3 * (np.arange(128) // 16) / (8 * scale)
+    keys, options = quantised(k), {"accumulator": "float16"}
+    exact, bounds = exact_and_bounds(q, keys, v, options)
+    found = run(q, keys, v, options)
+    ratios = [reference.error_ratio(*each) for each in zip(found, exact, bounds, strict=True)]
+    assert max(ratios) <= 1, ratios
+
+
 # Options of the scores see products with the centre's part, sinks and lse the whole score.
 OPTION_SETS: tuple[dict[str, str], ...] = wider(
     [{"mask": "", "bias": "own", "alibi_slopes": "float32", "softcap": "", "sinks": "own"}],
