@@ -135,13 +135,14 @@ _Table = Mapping[tuple[Shape, Lines], TileConfig]
 
 # Slots are those of linear's products, except of "small": batches of small products read their
 # operands from DRAM, so it has all of a k-tile in flight. At a global latency of 900 cycles it
-# models 0.88 to 0.93; linear's slots with half of B in flight model 0.73. `models` is by the model
-# of a T4 (NVRTC 12.9.86, 2026-11-28, +-0.05), at its 330 cycles: no Turing GPU has been measured.
+# models 0.88 to 0.93; linear's slots with half of B in flight model 0.73. "Wide" with A across has
+# slots that model 0.91 under load, for 0.84. `models` is by the model of a T4 (NVRTC 12.9.86,
+# 2026-11-28, +-0.05), at 330 cycles: no Turing GPU has been measured.
 _TURING: _Table = {
     ("wide", ALONG): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.928, loaded=0.88),
     ("wide", B_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.931),
     ("wide", ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.912, loaded=0.84),
-    ("wide", A_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.928, loaded=0.84),
+    ("wide", A_ACROSS): TileConfig(*WIDE, Moves(8, 2, 2), Moves(9, 3, 2), 1, 0.935),
     ("narrow", ALONG): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87),
     ("narrow", B_ACROSS): TileConfig(*NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
     ("narrow", ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917, loaded=0.88),

@@ -145,8 +145,8 @@ _TURING_WITH = {
     "bias or mask one by one": {
         64: FlashConfig(2, 4, 48, 2, "models 0.54 and 0.57, and 0.45 and 0.44 with 64 keys")
     },
-    "score_mod": {64: FlashConfig(2, 4, 32, 2, "models 0.75 for ALiBi, and 0.64 with 64 keys")},
-    "mask_mod": {64: FlashConfig(2, 4, 48, 2, "models 0.81 of documents, and 0.72 with 64 keys")},
+    "score_mod": {64: FlashConfig(2, 4, 48, 2, "models 0.75 for ALiBi, and 0.64 with 32 keys")},
+    "mask_mod": {64: FlashConfig(2, 4, 32, 2, "models 0.80 of documents, and 0.71 with 48 keys")},
     "softcap": {
         64: FlashConfig(2, 4, 48, 2, "models 0.65, and 0.58 to 0.79 with 64 keys, 0.49 with 32")
     },
@@ -206,8 +206,8 @@ _WITH_GATES = {
     "block mask": {64: Gates(0.83, 32), 80: Gates(0.88, 48)},
     "float32 bias by 4": {64: Gates(0.71, 48, items=0.59), 80: Gates(0.78, items=0.68)},
     "bias or mask one by one": {64: Gates(0.61, 96, items=0.54)},
-    "score_mod": {64: Gates(0.63)},
-    "mask_mod": {64: Gates(0.73, 16)},
+    "score_mod": {64: Gates(0.75, 32)},
+    "mask_mod": {64: Gates(0.80, 16)},
     "softcap": {64: Gates(0.65, 32, kernels=0.59)},
     "slopes": {64: Gates(0.78, 32, kernels=0.76, options=0.74)},
 }
