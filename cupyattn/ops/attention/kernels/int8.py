@@ -74,18 +74,18 @@ _UNIT = 128  # bytes: alignment of each buffer in Smem
 # and 281 with tiles brought to L2 two ahead; 295 at 128, and 261 without; the float16 kernel has
 # 289 and 242.
 _TURING = {
-    64: Int8Config(2, 4, 64, 2, "models 0.75 (1.15, 1.47), and 0.71 with 48 keys, 0.69 with 32"),
-    96: Int8Config(2, 4, 32, 2, "models 0.74, and 0.69 with 24 keys, 0.62 with 16"),
+    64: Int8Config(2, 4, 64, 2, "models 0.72 (1.10, 1.52), and 0.71 with 48 keys, 0.67 with 32"),
+    96: Int8Config(2, 4, 32, 2, "models 0.68, and 0.66 with 24 keys, 0.50 with 16"),
     128: Int8Config(
-        2, 4, 16, 2, "models 0.84 (1.25, 1.45), and 0.83 with 24, where 12 bytes spill", 2
+        2, 4, 16, 2, "models 0.77 (1.25, 1.46), and 0.82 with 24, where 12 bytes spill", 2
     ),
-    192: Int8Config(1, 8, 48, 1, "models 0.61, and 0.59 with 32 keys; shared memory binds"),
+    192: Int8Config(1, 8, 48, 1, "models 0.61, and 0.58 with 32 keys; shared memory binds"),
     256: Int8Config(1, 8, 32, 1, "models 0.68, and 0.63 with 16 keys; shared memory binds"),
 }
 # Items of a bias or mask and a capped score's steps take registers: with 64 keys 108 to 200 bytes
 # spill, some of them in the main loop.
 _TURING_WITH_ITEMS = {
-    64: Int8Config(2, 4, 48, 2, "models 0.50 to 0.57 with items, and 0.45 to 0.60 with 64 keys")
+    64: Int8Config(2, 4, 48, 2, "models 0.42 to 0.57 with items, and 0.41 to 0.53 with 64 keys")
 }
 _GATES = {
     64: Gates(0.74, 128, scalar=0.60, options=0.51, kernels=0.70, most_spills=160),
