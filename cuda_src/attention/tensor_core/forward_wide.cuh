@@ -35,7 +35,7 @@
 #error \
     "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
 #endif
-#if !defined(ASYNC_KEYS)
+#ifndef ASYNC_KEYS
 #define ASYNC_KEYS 0  // whether tiles of keys pass no register: native/forward_wide.cuh
 #endif
 #include "../block_key_loop.cuh"
