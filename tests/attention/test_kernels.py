@@ -447,9 +447,14 @@ def test_causal_rows_ignore_later_keys(dtype: str, q_offset: int):
     assert (after[0][:, rows] != before[0][:, rows]).any(), "the keys were not changed"
 
 
+of_turing = pytest.mark.skipif(
+    KERNELS.device.traits.native,
+    reason="float16 accumulators are those of kernels for 7.5: set CUPYATTN_ARCH=75",
+)
 HALF_SUM_HEAD_DIMS = [(24, 40), (64, 64), *deep(((128, 128),), ((96, 72),), ((256, 160),))]
 
 
+@of_turing
 @pytest.mark.parametrize("head_dims", HALF_SUM_HEAD_DIMS, ids=str)
 @examples(3, deep=24)
 @given(data=st.data())
@@ -461,6 +466,7 @@ def test_float16_accumulators_within_bounds(head_dims: tuple[int, int], data: st
     check_half_sums(data.draw(problems))
 
 
+@of_turing
 @pytest.mark.parametrize("head_dim", [64, *deep((40,), (80,), (128,), (256,))])
 @pytest.mark.parametrize("scores", ["equal", "rising"])
 def test_float16_accumulators_hold_the_largest_values(head_dim: int, scores: str):
@@ -481,6 +487,7 @@ def test_float16_accumulators_hold_the_largest_values(head_dim: int, scores: str
     assert reference.error_ratio(out, np.broadcast_to(v[:, :1], out.shape), bound) <= 1
 
 
+@of_turing
 @pytest.mark.parametrize("kind", ["dense", "packed", "paged"])
 def test_float16_accumulators_refuse_large_values_in_use(kind: str):
     """Values of keys that are not in use may be anything."""
@@ -511,6 +518,7 @@ def test_float16_accumulators_refuse_large_values_in_use(kind: str):
             call(*arrays, **options)
 
 
+@of_turing
 def test_float16_accumulators_are_refused_where_no_kernel_has_them():
     x = np.ones((1, 32, 1, 64), np.float16)
     wide = x.astype(np.float32)
@@ -530,6 +538,7 @@ def test_float16_accumulators_are_refused_where_no_kernel_has_them():
     assert "sums of a tile of keys are float16" in explained
 
 
+@of_turing
 def test_packed_and_paged_float16_accumulators_give_the_dense_result():
     rng = np.random.default_rng(5)
     q, k, v = rng.standard_normal((3, 1, 48, 2, 64)).astype(np.float16)
