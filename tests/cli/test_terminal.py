@@ -54,7 +54,7 @@ def run_in_terminal(
 WIDTH = 80
 # Rows with the longest names of all, of a kernel that is compiled soon.
 LONG_NAMES = ("compile", "--kernel", "attention_backward_f32_dbias")
-LONG_NAME = "  float16, D 256, 1 lanes, BIAS=float16, MASK,"
+LONG_NAME = "  float16, D 512, 1 lanes, BIAS=float16, MASK,"
 RICH, PLAIN = ("-m", "cupyattn"), ("-c", WITHOUT_RICH)
 TERMINALS = [Terminal, pytest.param(RichTerminal, id="rich")]
 
