@@ -188,7 +188,7 @@ def _made(
         return _wrapped(rule.function(*args, **options), lambda value: constant(value, tape))
     if options.get("implementation") == "int8" or any(isinstance(x, QuantizedKeys) for x in args):
         raise tape.refuse(
-            f"calls {rule.name} over int8 keys: with their lse weights no longer add up to 1",
+            f"calls {rule.name} over int8 keys, with whose lse the weights no longer add up to 1",
             "pass k as an array, without implementation='int8'",
         )
     if options.get("out") is not None:

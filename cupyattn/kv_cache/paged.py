@@ -19,6 +19,7 @@ from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.steps import CacheSteps
 from cupyattn.kv_cache.storage import FORMATS, Storage, as_format, require_library
+from cupyattn.ops.attention.quantized_keys import MOST_KEY_DIM
 from cupyattn.runtime import html
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import require_bool
@@ -197,8 +198,8 @@ class PagedKVCache(CacheSteps):
         numpy or cupy: whose arrays they are. CuPy's are on the current device.
     int8_keys : bool
         Keep keys as `QuantizedKeys`, for attention with int8 scores: codes of their differences
-        from ``k_centre``, with a scale for each token and head. Values have dtype, one of floats;
-        attention takes such a cache with "float16".
+        from ``k_centre``, with a scale for each token and head. Values have dtype, "float16"; D is
+        even and at most 256.
     prefix_caching, watermark, num_host_blocks : optional
         As of `BlockAllocator`. Blocks of the host are pinned memory where xp is cupy.
 
@@ -213,7 +214,7 @@ class PagedKVCache(CacheSteps):
         Only of "int8" and "int4"; with int8_keys k_scales alone.
     k_centre : float32 array (num_layers, G, D), or None
         Only with int8_keys: the centre of each layer's keys, zeros at first. Before the first
-        `append` set it to that of typical keys, for example of a prompt,
+        `append` set it to that of typical keys as they are stored, normed and rotated, for example
         ``cache.k_centre[layer] = quantize_keys(k).centre[0]``. Sequences share blocks, and so this
         centre; keys that were stored keep theirs, so it does not change while blocks are in use.
 
@@ -275,18 +276,25 @@ class PagedKVCache(CacheSteps):
     ) -> None:
         form = as_format(dtype)
         require_bool("int8_keys", int8_keys)
-        if int8_keys and form.scaled:
+        if int8_keys and form is not FORMATS["float16"]:
             raise error(
                 ValueError,
                 f"got int8_keys=True with dtype = {shown(dtype)}",
-                "values of a cache with int8 keys are floats",
+                "attention over int8 keys takes values in float16",
                 'pass dtype="float16", or leave int8_keys out',
             )
         of_keys = FORMATS["int8"] if int8_keys else form
         require_library(xp)
         num_layers = as_count("num_layers", num_layers, 1)
         num_kv_heads = as_count("num_kv_heads", num_kv_heads, 1)
-        head_dim = as_count("head_dim", head_dim, 1, MOST_HEAD_DIM)
+        head_dim = as_count("head_dim", head_dim, 1, MOST_KEY_DIM if int8_keys else MOST_HEAD_DIM)
+        if int8_keys and head_dim % 2:
+            raise error(
+                ValueError,
+                f"got head_dim = {head_dim} with int8_keys=True",
+                "kernels of prompts load two codes at a time: D is even",
+                "leave int8_keys out, or pad the heads by an item of 0",
+            )
         block_size = as_count("block_size", block_size, SLOTS_OF_A_LOAD, MOST_BLOCK_SIZE)
         most = MOST_SLOTS // block_size
         if as_count("num_blocks", num_blocks, 1) > most:

@@ -467,6 +467,22 @@ def test_what_the_kernel_does_not_have_is_refused():
     assert "BlockMask" in refused(mask_mod=blocks)
 
 
+def test_what_int8_keys_do_not_have_is_refused_of_numpy_arrays_too():
+    q, k, v = normal(0, 1, 4, 1, 16), normal(1, 1, 4, 1, 16), normal(2, 1, 4, 1, 16)
+    bounds, cos = np.array([0, 4], np.int32), np.ones((4, 8), np.float32)
+    with cupyattn.backend("reference"):
+        keys = cupyattn.quantize_keys(k)
+        packed = cupyattn.quantize_keys(k[0])
+        for name, options in (
+            ("rotary", {"rotary": (cos, cos)}), ("dropout_p = 0.5", {"dropout_p": 0.5, "seed": 1}),
+        ):  # fmt: skip
+            for given, implementation in ((keys, "flash"), (k, "int8")):
+                with pytest.raises(NotImplementedError, match=f"^{name} with int8 keys"):
+                    cupyattn.attention(q, given, v, implementation=implementation, **options)
+            with pytest.raises(NotImplementedError, match=f"^{name} with int8 keys"):
+                cupyattn.attention_varlen(q[0], packed, v[0], bounds, bounds, 4, 4, **options)
+
+
 def test_gradients_are_refused_with_the_reason():
     q, k, v = normal(0, 1, 4, 1, 16), normal(1, 1, 4, 1, 16), normal(2, 1, 4, 1, 16)
     keys = quantised(k)

@@ -394,6 +394,9 @@ def test_statistics():
         ({"prefix_caching": 1}, TypeError, "prefix_caching = 1"),
         ({"int8_keys": 1}, TypeError, "int8_keys = 1"),
         ({"int8_keys": True, "dtype": "int8"}, ValueError, "int8_keys=True with dtype = 'int8'"),
+        ({"int8_keys": True, "dtype": "float32"}, ValueError, "takes values in float16"),
+        ({"int8_keys": True, "head_dim": 258}, ValueError, "head_dim = 258; allowed is 1 to 256"),
+        ({"int8_keys": True, "head_dim": 15}, ValueError, "head_dim = 15 with int8_keys=True"),
     ],
 )
 def test_bad_caches_are_refused(changes, kind, passed):

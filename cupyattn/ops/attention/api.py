@@ -23,6 +23,7 @@ from cupyattn.ops.attention.problem import (
 from cupyattn.ops.attention.quantized_keys import (
     QuantizedKeys,
     int8_keys,
+    require_int8_options,
     require_no_int8_keys,
 )
 from cupyattn.ops.attention.reference.dense import AttentionGrads
@@ -289,7 +290,8 @@ def attention(
     "int8" quantises each query like a key, without a centre, and adds ``q @ centre`` to its scores
     before any option sees them, and to lse. The result is attention of the quantised q and k, as
     exact as "flash" is. `cupyattn.reference.int8_attention_estimate` estimates its distance to
-    attention of q and k. q and v are float16 and D is even. There are all options but dropout,
+    attention of q and k. q and v are float16, D is even, D and Dv are at most 256. With seqused_k
+    unused keys count in the centre: keep zeros there. There are all options but dropout,
     rotary and a BlockMask, keys are not split, and there are no gradients. A NaN or an infinity in
     a query or a key makes its scores NaN.
 
@@ -339,6 +341,8 @@ def attention(
         score_mod,
         mask_mod,
     )
+    if isinstance(arrays, QuantizedKeyArrays):
+        require_int8_options(problem.options.dropout_p, rotary)
     device = device_of(operands)
     if device is None:
         on_cpu = cast("AttentionArrays[NDArray[Any]]", operands.arrays)

@@ -78,13 +78,13 @@ class QuantizedKeys:
     scales : float32 array (B, S, G) or (total, G)
         With any strides. A key is ``codes * scale + centre``.
     centre : float32 array (G, D) or (B, G, D)
-        What was subtracted from the keys: one for all, or one for each batch element or sequence.
+        Subtracted from the keys: one for all, or one for each batch element or sequence.
         The last axis is contiguous.
 
     Attributes
     ----------
     shape : tuple of int
-        That of codes.
+        The shape of codes.
     ndim : int
         The number of its axes.
     nbytes : int
@@ -209,7 +209,7 @@ def require_keys_shape(name: str, layout: Layout) -> None:
             ValueError,
             f"{name} has shape {layout.shape}",
             "keys are (B, S, G, D), or packed (total, G, D)",
-            f"pass {name}[None] for one sequence without an axis of heads or batch",
+            f"pass {name}[:, None] for the keys of one head",
         )
     if not 1 <= layout.shape[-1] <= MOST_KEY_DIM:
         raise error(
@@ -406,7 +406,7 @@ def quantize_keys(
     Returns
     -------
     QuantizedKeys
-        Of k's shape, on the device of k.
+        Codes in the shape of k, on its device.
 
     Raises
     ------
@@ -550,3 +550,18 @@ def require_no_int8_keys(function: str, k: Any, implementation: str = "flash") -
             "no longer add up to 1",
             "train with k as an array, and use int8 keys for inference",
         )
+
+
+def require_int8_options(dropout_p: float, rotary: Any) -> None:
+    """Raise NotImplementedError for options that attention over int8 keys does not have."""
+    for given, passed, fix in (
+        (dropout_p > 0, f"dropout_p = {dropout_p}", "leave it out"),
+        (rotary is not None, "rotary", "pass rotated q to attention, and rotated keys"),
+    ):
+        if given:
+            raise error(
+                NotImplementedError,
+                f"{passed} with int8 keys",
+                "they are for inference, and are quantised after their rotation",
+                f"{fix}, or pass k as an array without implementation='int8'",
+            )

@@ -58,7 +58,7 @@ class Caches(NamedTuple):
     kv_heads: int
     head_dim: int
     dtype: np.dtype
-    """That of both, or of values if keys are centred."""
+    """The dtype of keys and values, or of values if keys are centred."""
     centred: bool = False
     """Whether keys are int8 codes of their differences from a centre, and values are floats."""
 

@@ -90,7 +90,7 @@ def _over_quantized_keys(parameters: tuple[Parameter, ...]) -> tuple[Parameter, 
 INT8 = _over_quantized_keys(FLASH)
 """Parameters of the forward kernel over int8 keys."""
 INT8_VARLEN = _over_quantized_keys(VARLEN)
-"""Parameters of that of packed sequences."""
+"""Parameters of the kernel over int8 keys of packed sequences."""
 INT8_PAGED: tuple[Parameter, ...] = (
     *inputs("q", "k_cache"),
     *QUANTIZED_KEYS,
@@ -100,7 +100,7 @@ INT8_PAGED: tuple[Parameter, ...] = (
     Pointer("lse", optional=True),
     *(PAGED_STRUCT, QUANTIZED_KEYS_STRUCT),
 )
-"""Parameters of that over a paged cache."""
+"""Parameters of the kernel over int8 keys of a paged cache."""
 
 
 def of_packed(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:

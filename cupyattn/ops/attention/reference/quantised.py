@@ -238,7 +238,7 @@ def key_centres(k: NDArray[Any], cu_seqlens: NDArray[Any] | None = None) -> Floa
 
     Returns
     -------
-    (B, G, D), (sequences, G, D), or (G, D) of one sequence without an axis of its own
+    (B, G, D), (sequences, G, D), or (G, D) of one sequence without a batch axis
 
     Examples
     --------
@@ -397,7 +397,7 @@ def int8_attention_estimate(
     Parameters
     ----------
     q : (B, Sq, H, D), k : (B, Sk, G, D), v : (B, Sk, G, Dv) floats
-        What was given, finite.
+        The arrays of the call, finite.
     centre : (G, D) or (B, G, D)
         Of `cupyattn.QuantizedKeys`.
     **options

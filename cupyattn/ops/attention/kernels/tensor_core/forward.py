@@ -105,8 +105,8 @@ _TURING = {
 }
 # From head dim 160 on shared memory binds, at 0.79, 0.80 and 0.80 of the tensor cores: these rows
 # have 0.87, 0.92 and 0.84 of that. The warps of the one CTA that fits wait for shared memory and do
-# their exponentials at the same time. At 512 it binds at 0.75 (2026-11-28; forward_wide.cuh tells
-# what other ways to share the columns have).
+# their exponentials at the same time. At 512 it binds at 0.75 (2026-11-28; forward_wide.cuh
+# names other ways to share the columns).
 # Tiles of 192 rows for long sequences: a fragment of K and V feeds three products.
 _TURING_TALL = {
     40: FlashConfig(3, 4, 32, 2, "models 0.82, where 128 rows have 0.69", gates=Gates(0.82))
