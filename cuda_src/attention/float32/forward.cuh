@@ -56,6 +56,11 @@ struct Traits {
   using Probabilities = ProbabilityPanel<Scores, PANEL_KEYS>;
   static constexpr int kWarpRows = Scores::kWarpRows;
   static constexpr int kTileQ = WARPS * kWarpRows;
+  // Of a tile of a block mask: at least 16 rows, which warps of 8 share.
+  __device__ __forceinline__ static int part_of_warp() {
+    constexpr int kWarpsOfPart = kWarpRows < 16 ? 16 / kWarpRows : 1;
+    return kWarpsOfPart == 1 ? warp_index() : warp_index() / kWarpsOfPart;
+  }
   static constexpr int kTileK = Scores::kTileK;
 
   using Slice = SliceShape<kTileQ, kTileK>;
@@ -257,7 +262,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   for (int done = 0; done < loop.tiles(); done++) {
     if (!Modifiers::kBlocks) next = loop.after(tile);  // carried along, it would take a register
     const auto after_next = loop.after(next);
-    key_tile(thread, cta, tile * Traits::kTileK, done < loop.masked, state_of(tile, warp_index()),
+    key_tile(thread, cta, tile * Traits::kTileK, done < loop.masked, state_of(tile, Traits::part_of_warp()),
              done + 1 < loop.tiles(), next * Traits::kTileK, after_next * Traits::kTileK);
     tile = next;
     next = after_next;

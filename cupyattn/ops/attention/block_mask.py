@@ -143,7 +143,8 @@ def block_lists(
     """Plan the lists for a kernel whose tiles have so many rows and keys.
 
     Its CTAs own rows and loop over keys, or with `of_keys` own keys and loop over rows. `part` is
-    how many of its own rows, or keys, a warp has; None where warps do not ask for theirs.
+    how many of its own rows, or keys, a warp has; None where warps do not ask for theirs. Warps
+    with fewer than 16 share a part.
     """
     mask = problem.layouts.block_mask
     if mask is None:
@@ -154,7 +155,7 @@ def block_lists(
     if of_keys:
         own, visited = visited, own
         spans.reverse()
-    part_span = spans[0] if part is None else part // TILE
+    part_span = spans[0] if part is None else max(part // TILE, 1)
     group = problem.heads // problem.kv_heads if of_keys and heads > 1 else 1
     count, groups = batch * heads * own, batch * heads // group
     lists, slots = planner.scratch(count * (LIST_HEAD + visited) * _PAIR), planner.slots
