@@ -289,7 +289,7 @@ def attention(
 
     "int8" quantises each query like a key, without a centre, and adds ``q @ centre`` to its scores
     before any option sees them, and to lse. The result is attention of the quantised q and k, as
-    exact as "flash" is. `cupyattn.reference.int8_attention_estimate` estimates its distance to
+    exact as "flash" is. ``cupyattn.reference.int8_attention_estimate`` estimates its distance to
     attention of q and k. q and v are float16, D is even, D and Dv are at most 256. With seqused_k
     unused keys count in the centre: keep zeros there. There are all options but dropout,
     rotary and a BlockMask, keys are not split, and there are no gradients. A NaN or an infinity in
