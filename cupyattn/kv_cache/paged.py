@@ -19,7 +19,6 @@ from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.steps import CacheSteps
 from cupyattn.kv_cache.storage import FORMATS, Storage, as_format, require_library
-from cupyattn.ops.attention.quantized_keys import MOST_KEY_DIM
 from cupyattn.runtime import html
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import require_bool
@@ -172,6 +171,8 @@ SLOTS_OF_A_LOAD = 16
 MOST_SLOTS = 2**31 - 1  # they are int32
 MOST_BLOCK_SIZE = MOST_SLOTS // SLOTS_OF_A_LOAD * SLOTS_OF_A_LOAD
 MOST_HEAD_DIM = 512
+MOST_INT8_HEAD_DIM = 256
+"""The largest head dim of attention over int8 keys."""
 
 
 class PagedKVCache(CacheSteps):
@@ -287,7 +288,9 @@ class PagedKVCache(CacheSteps):
         require_library(xp)
         num_layers = as_count("num_layers", num_layers, 1)
         num_kv_heads = as_count("num_kv_heads", num_kv_heads, 1)
-        head_dim = as_count("head_dim", head_dim, 1, MOST_KEY_DIM if int8_keys else MOST_HEAD_DIM)
+        head_dim = as_count(
+            "head_dim", head_dim, 1, MOST_INT8_HEAD_DIM if int8_keys else MOST_HEAD_DIM
+        )
         if int8_keys and head_dim % 2:
             raise error(
                 ValueError,
