@@ -1,7 +1,7 @@
 """Products of a quantised weight for many rows, by tiles: kernels and plans.
 
-Float16 runs on tensor cores. Other dtypes, and float16 on devices without tensor cores, run in
-float32 arithmetic.
+Float16 runs on tensor cores, bfloat16 on those of compute capability 8.0 and later. Other dtypes,
+and devices without tensor cores, compute in float32.
 """
 
 from __future__ import annotations
