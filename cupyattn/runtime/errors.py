@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 _Error = TypeVar("_Error", bound=Exception)
 
@@ -29,6 +29,32 @@ def error(kind: type[_Error], passed: str, allowed: str, fix: str) -> _Error:
     if len(passed) > _LONGEST:
         passed = f"{passed[: _LONGEST // 2]} ... {passed[-_LONGEST // 4 :]}"
     return kind(f"{passed}; {allowed}; {fix}")
+
+
+class NotAnArray:
+    """The base of quantised objects that hold several arrays, and refuse to be taken for one."""
+
+    __slots__ = ()
+
+    NOT_AN_ARRAY: ClassVar[tuple[str, str]]
+    """What takes such an object, and what to do instead: the error's second and third part."""
+
+    __iter__ = None  # otherwise a loop would try [0], [1], ... and end at the first error
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """Refuse: NumPy would treat the object as a sequence without items."""
+        raise self._no_array()
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        """Refuse to be taken as an array by another library."""
+        raise self._no_array()
+
+    def __dlpack_device__(self) -> Any:
+        """Refuse to be taken as an array by another library."""
+        raise self._no_array()
+
+    def _no_array(self) -> RefusalError:
+        return error(RefusalError, f"got {self!r} as an array", *self.NOT_AN_ARRAY)
 
 
 MADE_BEFOREHAND = "make a writable, C-contiguous array before the call, pass it as {} and read that"

@@ -19,7 +19,7 @@ from cupyattn.runtime.arrays import (
     starts_of,
 )
 from cupyattn.runtime.checks import FLOATS
-from cupyattn.runtime.errors import RefusalError, error, shown, size_text
+from cupyattn.runtime.errors import NotAnArray, error, shown, size_text
 from cupyattn.runtime.outputs import float_dtype
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.records import Record, T, given_of
@@ -49,7 +49,7 @@ class _RowCodeArrays(Record[T]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class QuantizedRows:
+class QuantizedRows(NotAnArray):
     """Rows in int8 with a scale each, for `linear` in the place of x.
 
     `quantize_rows`, `rms_norm` and `layer_norm` make them. Several products can share them.
@@ -88,6 +88,11 @@ class QuantizedRows:
     >>> cupyattn.quantize_rows(x)
     <QuantizedRows (3, 64) of float32, 204 bytes>
     """
+
+    NOT_AN_ARRAY = (
+        "products take it: linear(rows, weight)",
+        "take the arrays .codes and .scales, of which row m is codes[m] * scales[m]",
+    )
 
     codes: Array
     scales: Array
@@ -129,28 +134,6 @@ class QuantizedRows:
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    __iter__ = None
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        """Refuse: codes without their scales are no rows."""
-        raise self._no_array()
-
-    def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        """Refuse to be taken as an array by another library."""
-        raise self._no_array()
-
-    def __dlpack_device__(self) -> Any:
-        """Refuse to be taken as an array by another library."""
-        raise self._no_array()
-
-    def _no_array(self) -> RefusalError:
-        return error(
-            RefusalError,
-            f"got {self!r} as an array",
-            "products take it: linear(rows, weight)",
-            "take the arrays .codes and .scales, of which row m is codes[m] * scales[m]",
-        )
 
     def __repr__(self) -> str:
         rotated = "" if self.rotation is None else f"rotated by {self.rotation}, "

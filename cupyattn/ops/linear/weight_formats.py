@@ -21,7 +21,7 @@ from cupyattn.runtime.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.runtime.errors import RefusalError, error, shown, size_text
+from cupyattn.runtime.errors import NotAnArray, error, shown, size_text
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.records import Record, T, fields_of, given_of
 
@@ -243,7 +243,7 @@ WEIGHT_FIELDS = fields_of(_WeightArrays)
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class QuantizedWeight:
+class QuantizedWeight(NotAnArray):
     r"""The weight of a product in four or eight bits, for `linear` in the place of w.
 
     `quantize` makes one, `dequantize` computes its numbers, and `models.load` reads such weights
@@ -325,6 +325,11 @@ class QuantizedWeight:
     """
 
     format: str
+    NOT_AN_ARRAY = (
+        "products take it: linear(x, weight)",
+        "make numbers of it with dequantize(weight)",
+    )
+
     codes: Array
     scales: Array
     super_scales: Array | None = None
@@ -403,28 +408,6 @@ class QuantizedWeight:
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    __iter__ = None  # otherwise a loop would try [0], [1], ... and end at the first error
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        """Refuse: NumPy would treat the weight as a sequence without items."""
-        raise self._no_array()
-
-    def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        """Refuse to be taken as an array by another library."""
-        raise self._no_array()
-
-    def __dlpack_device__(self) -> Any:
-        """Refuse to be taken as an array by another library."""
-        raise self._no_array()
-
-    def _no_array(self) -> RefusalError:
-        return error(
-            RefusalError,
-            f"got {self!r} as an array",
-            "products take it: linear(x, weight)",
-            "make numbers of it with dequantize(weight)",
-        )
 
     def __getitem__(self, rows: slice) -> QuantizedWeight:
         """Return some rows of a weight (N, K), as views."""
