@@ -6,8 +6,11 @@
 // Softmax is the same for k and k - c (Zhang et al., "SageAttention", arXiv:2410.02367, section 4.2). Items that are not
 // finite count as 0, so that one of them spares the keys of other tokens, and a mean that overflows is 0.
 //
-// Shapes    k (B, S, G, D) with any outer strides, or packed (total, G, D) with cu_seqlens; centre (sequences, G, D)
-//           float32, with any outer strides; cos and sin (positions, R/2) of TABLE, which is void without a rotation.
+// S counts the keys in use: those from seqused_k on are not read.
+//
+// Shapes    k (B, S, G, D) with any outer strides, or packed (total, G, D) with cu_seqlens; seqused_k (sequences,), or
+//           null; centre (sequences, G, D) float32, with any outer strides; cos and sin (positions, R/2) of TABLE, which
+//           is void without a rotation.
 // Work      a CTA owns kColumns columns of one sequence and head. kLanes neighbouring threads have a part of the
 //           samples: part p has samples p, p + kParts, ... Grid sequences * G * ceil(D / kColumns).
 // Order     fixed, so that NumPy repeats it bit by bit: the samples of a part in their order, then parts 4 w to 4 w + 3
@@ -15,7 +18,7 @@
 // Budget    registers: the loads of kPerPart samples, or of 2 that are rotated, 16 bytes each (32 for float32); 2 KiB of
 //           shared memory.
 // Barriers  one, between the warps' sums and the threads that add them.
-// Edges     a sequence without keys has a centre of zeros. Columns beyond D are neither read nor written.
+// Edges     a sequence without keys in use has a centre of zeros. seqused_k is clamped to the keys that exist. Columns beyond D are neither read nor written.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(PACKED) || !defined(SHARED_BYTES) || \
     !defined(TABLE) || !defined(INTERLEAVED)
 #error "DTYPE, THREADS, VEC, PACKED, SHARED_BYTES, TABLE and INTERLEAVED come from a launch-configuration table"
@@ -42,7 +45,7 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memor
 struct CentresParams {
   Strides k;
   int64 centre_batch, centre_head;
-  BatchIntegers bounds;
+  BatchIntegers bounds, seqused_k;
   HeadRotationParams rotation;
   int32 seq, heads, dim;  // seq is S, or the total of packed keys
   int32 sequences;
@@ -54,8 +57,8 @@ using Rotation = HeadRotation<TABLE, INTERLEAVED, (VEC > 1)>;
 __device__ __forceinline__ float finite(float x) { return fabsf(x) < kInfinity ? x : 0.f; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    key_centres(const DTYPE* k_g, const void* cu_seqlens_g, const TABLE* cos_g, const TABLE* sin_g,
-                const void* positions_g, float* centre_g, const CentresParams params) {
+    key_centres(const DTYPE* k_g, const void* cu_seqlens_g, const void* seqused_k_g, const TABLE* cos_g,
+                const TABLE* sin_g, const void* positions_g, float* centre_g, const CentresParams params) {
   __shared__ Smem smem_s;
 
   // Phase 1: the columns of this CTA, and the sampled keys of its sequence.
@@ -66,6 +69,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if constexpr (PACKED) {
     const PackedRows rows = {cu_seqlens_g, params.bounds, params.sequences, params.seq, params.seq};
     keys = rows.of(sequence);
+  }
+  if (seqused_k_g != nullptr) {
+    keys.count = static_cast<int>(clamp(batch_integer(seqused_k_g, params.seqused_k, sequence), 0, keys.count));
   }
   const int step = max(1, div_up(keys.count, kSamples)), samples = div_up(keys.count, step);
   const int part = threadIdx.x / kLanes, column = chunk * kColumns + threadIdx.x % kLanes * kItems;

@@ -80,16 +80,19 @@ def _attention(
     q, k, v = arrays
     if implementation == "int8" or isinstance(k, cupyattn.QuantizedKeys):
         options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
-        q, k = _int8_operands(q, k)
+        q, k = _int8_operands(q, k, seqused_k=options.get("seqused_k"))
         implementation = "flash"
     bounds = bound_of(q, k, v, teaching=implementation != "flash", **options)
     return first_or_all(reference.attention(q, k, v, **options), bounds, return_lse)
 
 
-def _int8_operands(q: NumpyArray, k: Any, *bounds: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+def _int8_operands(
+    q: NumpyArray, k: Any, *bounds: NumpyArray, seqused_k: NumpyArray | None = None
+) -> tuple[NumpyArray, NumpyArray]:
     """Return q and k of twice the head dim, whose products are those of int8 keys."""
     with cupyattn.backend("reference"):
-        keys = k if isinstance(k, cupyattn.QuantizedKeys) else cupyattn.quantize_keys(k)
+        given = isinstance(k, cupyattn.QuantizedKeys)
+        keys = k if given else cupyattn.quantize_keys(k, seqused_k=seqused_k)
     pieces: Any = keys.codes, keys.scales, keys.centre, *bounds
     return reference.quantised_operands(q, *pieces)
 

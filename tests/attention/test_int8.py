@@ -280,6 +280,29 @@ def test_expected_results_are_those_of_int8_keys(implementation: str):
     assert (np.abs(want.result - exact) > want.bound).any()
 
 
+@pytest.mark.parametrize("padding", [np.nan, np.inf, 60_000])
+@pytest.mark.parametrize("in_numpy", [False, True])
+def test_padding_does_not_change_attention(padding: float, in_numpy: bool):
+    """Only the first keys of each sequence are in use."""
+    q, k, v = normal(0, 3, 20, 2, 64), normal(1, 3, 300, 1, 64), normal(2, 3, 300, 1, 64)
+    used, results = np.int32([1, 290, 5]), []
+    for value in (0, padding):
+        for x in (k, v):
+            for b, count in enumerate(used):
+                x[b, count:] = value
+        put = np.asarray if in_numpy else KERNELS.put
+        with cupyattn.backend("reference") if in_numpy else KERNELS.running():
+            out = cupyattn.attention(
+                *map(put, (q, k, v)), seqused_k=put(used), implementation="int8"
+            )
+        results.append(np.asarray(out) if in_numpy else KERNELS.get(out))
+    assert (results[0] == results[1]).all()
+    exact, _ = reference.attention(q, k, v, seqused_k=used)
+    centre = key_centres(k, None, used)
+    estimate, _ = int8_attention_estimate(q, k, v, centre, seqused_k=used)
+    assert (np.abs(results[1] - exact) <= estimate + 2e-3).all()
+
+
 def test_explain_says_what_is_gained_and_lost():
     q, k, v = map(KERNELS.put, (normal(i, 1, 20, 1, 64) for i in range(3)))
     text = str(cupyattn.explain(cupyattn.attention, q, k, v, implementation="int8"))

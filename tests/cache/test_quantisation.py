@@ -130,10 +130,12 @@ def keys_of(*shape: int, seed: int = 0, dtype: str = "float16") -> np.ndarray:
     return (k + rng.choice([0, 7], shape[-1])).astype(dtype_of(dtype))
 
 
-def assert_equal_to_numpys(k: np.ndarray, found: QuantizedKeys, centre: Any, bounds: Any) -> None:
+def assert_equal_to_numpys(
+    k: np.ndarray, found: QuantizedKeys, centre: Any, bounds: Any, used: Any = None
+) -> None:
     """Centre, codes and scales, bit by bit."""
     if centre is None:
-        centre = key_centres(k, bounds)
+        centre = key_centres(k, bounds, used)
     codes, scales = quantize_keys_reference(k, centre, bounds)
     for got, want in ((found.centre, centre), (found.scales, scales), (found.codes, codes)):
         assert_array_equal(KERNELS.get(got), want)
@@ -170,13 +172,48 @@ def test_kernels_equal_numpy_bit_by_bit(data):
         centre = rng.standard_normal((*(batch if of_each else ()), *shape[-2:]), np.float32)
         if data.draw(st.booleans(), "sliced"):
             centre = lay_out(centre, "sliced")
+    used = None
+    if centre is None and data.draw(st.booleans(), "in use"):
+        counts = np.full(batch or 1, tokens) if bounds is None else np.diff(bounds)
+        used = rng.integers(0, counts + 1).astype(data.draw(st.sampled_from((np.int32, np.int64))))
+        used = np.repeat(used, 2)[::2]  # each has a stride of two items
     with KERNELS.running():
         found = quantize_keys(
             KERNELS.put(k),
             centre=None if centre is None else KERNELS.put(centre),
             cu_seqlens=None if bounds is None else KERNELS.put(bounds),
+            seqused_k=None if used is None else KERNELS.put(used),
         )
-    assert_equal_to_numpys(k, found, centre, bounds)
+    assert_equal_to_numpys(k, found, centre, bounds, used)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("padding", [np.nan, np.inf, 60_000])
+def test_padding_does_not_change_codes_of_keys_in_use(padding, packed):
+    """Keys after those in use get codes and scales as other keys with this centre do."""
+    k, used = keys_of(2, 300, 2, 8), np.array([280, 0])
+    k[0, 280:] = k[1] = padding
+    keys = (
+        quantize_keys(k.reshape(600, 2, 8), cu_seqlens=np.array([0, 300, 600]), seqused_k=used)
+        if packed
+        else quantize_keys(k, seqused_k=used)
+    )
+    alone = quantize_keys(k[:1, :280])
+    assert_array_equal(keys.centre, np.concatenate([alone.centre, np.zeros((1, 2, 8))]))
+    every = quantize_keys(k, centre=keys.centre)
+    assert_array_equal(every.codes[:1, :280], alone.codes)
+    assert_array_equal(every.scales[:1, :280], alone.scales)
+    assert_array_equal(keys.codes, every.codes.reshape(keys.shape))
+    assert_array_equal(keys.scales, every.scales.reshape(keys.shape[:-1]))
+
+
+@pytest.mark.nvrtc
+def test_kernels_clamp_keys_in_use(monkeypatch):
+    monkeypatch.setattr(quantized_keys, "checks_values", lambda operands: False)
+    k, used = keys_of(3, 6, 2, 64), np.array([-3, 7, 2**40])
+    with KERNELS.running():
+        keys = quantize_keys(KERNELS.put(k), seqused_k=KERNELS.put(used))
+    assert_equal_to_numpys(k, keys, None, None, np.array([0, 6, 6]))
 
 
 # dtype, D, R/2, interleaved, dtype of the tables: each is a kernel.
@@ -457,6 +494,17 @@ ODD = np.zeros(2 * 3 * 2 * 8 + 1, np.int8)[1:].reshape(CODES.shape)
             ValueError,
             "pass cu_seqlens too",
         ),
+        (
+            lambda: quantize_keys(K, centre=CENTRE, seqused_k=np.array([1, 2])),
+            ValueError,
+            "seqused_k was given with centre",
+        ),
+        (lambda: quantize_keys(K, seqused_k=np.array([1])), ValueError, "one of each sequence"),
+        (lambda: quantize_keys(K, seqused_k=np.array([1.0, 2])), TypeError, "seqused_k has"),
+        (lambda: quantize_keys(K, seqused_k=2), TypeError, "of shape (B,)"),
+        (lambda: quantize_keys(K, seqused_k=np.array([1, 4])), ValueError, "values from 1 to 4"),
+        (lambda: quantize_keys(K, seqused_k=np.array([-1, 3])), ValueError, "values from -1 to 3"),
+        (lambda: quantize_keys(PACKED, seqused_k=np.array([1, 2])), ValueError, "seqused_k has"),
         (lambda: quantize_keys(K, q=K), ValueError, "q was given without rotary"),
         (lambda: quantize_keys(K, positions=IDS), ValueError, "positions was given without"),
         (lambda: quantize_keys(K, rotary=(TABLES, 1)), TypeError, "sin has type"),

@@ -290,8 +290,8 @@ def attention(
     "int8" quantises each query like a key, without a centre, and adds ``q @ centre`` to its scores
     before any option sees them, and to lse. The result is attention of the quantised q and k, as
     exact as "flash" is. ``cupyattn.reference.int8_attention_estimate`` estimates its distance to
-    attention of q and k. q and v are float16, D is even, D and Dv are at most 256. With seqused_k
-    unused keys count in the centre: keep zeros there. There are all options but dropout,
+    attention of q and k. q and v are float16, D is even, D and Dv are at most 256. The centre is
+    computed from the keys in use (seqused_k). There are all options but dropout,
     rotary and a BlockMask, keys are not split, and there are no gradients. A NaN or an infinity in
     a query or a key makes its scores NaN.
 
@@ -322,7 +322,7 @@ def attention(
         given = _split_out(out, return_lse)
     arrays: AttentionArrays[Any]
     if isinstance(k, QuantizedKeys) or (type(implementation) is str and implementation == "int8"):
-        keys, implementation = int8_keys(k, implementation), "int8"
+        keys, implementation = int8_keys(k, implementation, seqused_k), "int8"
         others = v, seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace
         pieces = {"k_scales": keys.scales, "k_centre": keys.centre}
         arrays = QuantizedKeyArrays(q, keys.codes, *others, **pieces)

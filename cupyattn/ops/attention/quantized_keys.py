@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from cupyattn.ops.attention.problem import ARRAY_FIXES
 from cupyattn.ops.attention.reference import quantised as reference
 from cupyattn.ops.attention.rotary import KeysArrays, KeysProblem, keys_plan
-from cupyattn.ops.attention.values import counts_of
+from cupyattn.ops.attention.values import counts_of, require_used
 from cupyattn.ops.rope.api import Rotary, checked_rotary, require_rotary_tables
 from cupyattn.ops.rope.reference import rope
 from cupyattn.runtime import html
@@ -41,12 +42,12 @@ from cupyattn.runtime.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.runtime.errors import RefusalError, error, shown, size_text
+from cupyattn.runtime.errors import NotAnArray, error, shown, size_text
 from cupyattn.runtime.outputs import round_into
 from cupyattn.runtime.plan import Output, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.storage import rows_aligned
-from cupyattn.runtime.value_checks import checks_values, require_within
+from cupyattn.runtime.value_checks import checks_values, on_host, require_within
 
 MOST_KEY_DIM = 256
 """The largest D of quantised keys."""
@@ -64,7 +65,7 @@ class KeyCodeArrays(Record[T]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class QuantizedKeys:
+class QuantizedKeys(NotAnArray):
     """Keys in int8 with a scale each, for attention in the place of k.
 
     `quantize_keys` makes them. Letters: G key-value heads, D head dim (1 to 256).
@@ -105,6 +106,11 @@ class QuantizedKeys:
     <QuantizedKeys (1, 5, 2, 8), 184 bytes>
     """
 
+    NOT_AN_ARRAY = (
+        "attention takes it in the place of k",
+        "take the arrays .codes, .scales and .centre; a key is codes * scale + centre",
+    )
+
     codes: Array
     scales: Array
     centre: Array
@@ -133,28 +139,6 @@ class QuantizedKeys:
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    __iter__ = None
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        """Refuse: codes without their scales and centre are no keys."""
-        raise self._no_array()
-
-    def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        """Refuse to be taken as an array by another library."""
-        raise self._no_array()
-
-    def __dlpack_device__(self) -> Any:
-        """Refuse to be taken as an array by another library."""
-        raise self._no_array()
-
-    def _no_array(self) -> RefusalError:
-        return error(
-            RefusalError,
-            f"got {self!r} as an array",
-            "attention takes it in the place of k",
-            "take the arrays .codes, .scales and .centre; a key is codes * scale + centre",
-        )
 
     def __repr__(self) -> str:
         return f"<QuantizedKeys {self.shape}, {self.nbytes:,} bytes>"
@@ -249,9 +233,12 @@ def keys_problem(operands: Operands[KeysArrays[Array]], interleaved: bool) -> Ke
 def _require_values(problem: KeysProblem, arrays: KeysArrays[Array]) -> None:
     """Raise ValueError for cu_seqlens and positions that do not fit; a GPU is waited for."""
     longest = problem.layouts.k.shape[-3]
+    counts = np.asarray(longest)
     if arrays.cu_seqlens is not None:
         counts = counts_of("cu_seqlens", arrays.cu_seqlens, longest, longest, "k")
         longest = int(counts.max(initial=0))
+    if arrays.seqused_k is not None:
+        require_used(on_host(arrays.seqused_k), counts, "the keys of its sequence", "k")
     if problem.layouts.cos is None:
         return
     length = problem.layouts.cos.shape[0]
@@ -285,6 +272,8 @@ def _described_keys(description: Description, interleaved: bool) -> KeysProblem:
         outputs["centre_out"] = Output((*batch, *k.shape[-2:]), _FLOAT32)
     else:
         _require_given_centre(centre, k.shape, sequences)
+    if layouts.seqused_k is not None:
+        _require_used_keys(layouts.seqused_k, (*batch,) or (1,), computed=centre is None)
     for name, output in outputs.items():
         given = getattr(layouts, name)
         if given is not None:
@@ -330,6 +319,19 @@ def _require_given_centre(centre: Layout, shape: tuple[int, ...], sequences: int
         )
 
 
+def _require_used_keys(used: Layout, shape: tuple[int, ...], *, computed: bool) -> None:
+    if not computed:
+        raise error(
+            ValueError,
+            "seqused_k was given with centre",
+            "it decides the keys of which a centre is computed",
+            "leave one of both out",
+        )
+    require_dtype("seqused_k", used, INTEGERS)
+    require_shape("seqused_k", used, shape, "one of each sequence")
+    require_whole_item_strides("seqused_k", used)
+
+
 def _require_result(name: str, given: Layout, output: Output) -> None:
     require_shape(name, given, output.shape, "shaped as the result")
     require_own_items(name, given)
@@ -358,6 +360,7 @@ def _require_bounds(bounds: Layout, k: Layout) -> None:
 _FIXES = {
     "positions": "pass an int32 array with the position of each token, of shape k.shape[:-2]",
     "cu_seqlens": "pass numpy.cumsum of the lengths, with a 0 in front",
+    "seqused_k": ARRAY_FIXES["seqused_k"],
     **fixes_of_results("q"),
 }
 
@@ -368,6 +371,7 @@ def quantize_keys(
     *,
     centre: Array | None = None,
     cu_seqlens: Array | None = None,
+    seqused_k: Array | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
     positions: Array | None = None,
     q: Array | None = None,
@@ -391,6 +395,10 @@ def quantize_keys(
         The keys of sequence b are rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]`` of packed keys,
         and each sequence has its own centre (sequences, G, D). Without it packed keys are one
         sequence with a centre (G, D).
+    seqused_k : int32 or int64 array (B,), optional
+        Number of keys in use of each batch element or sequence, as in `attention`. A centre is
+        computed from these alone, so the keys after them may hold anything, NaN too. They get codes
+        and scales like any others. Not with centre. A GPU clamps it to the keys that exist.
     rotary : Rotary or (cos, sin), optional
         Tables of cosines and sines (positions, R/2), as of `rope_tables`: the first R features of k
         are rotated before they are quantised, as `rope` rotates them, with no rounding in between.
@@ -415,9 +423,10 @@ def quantize_keys(
         not allowed.
     ValueError
         For shapes and strides that are not allowed, an out that does not fit, has another centre or
-        overlaps an input, and q or positions without rotary. If values are checked (`backend`;
-        NumPy arrays always) for cu_seqlens that fall or reach past k, and for positions outside of
-        the tables. Where values are not checked, a GPU gives such a key the scale NaN.
+        overlaps an input, q or positions without rotary, and seqused_k with centre. If values
+        are checked (`backend`; NumPy arrays always) for cu_seqlens that fall or reach past k, for
+        seqused_k outside of 0 to the keys that exist, and for positions outside of the tables.
+        Where values are not checked, a GPU gives a key at such a position the scale NaN.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -430,7 +439,7 @@ def quantize_keys(
 
     Softmax is the same for k and k - c, since q c is added to all scores of a query; what the keys
     of a head have in common then takes no part of the codes' range (Zhang et al., "SageAttention",
-    arXiv:2410.02367, section 4.2). A computed centre is the mean of every n-th key of a sequence, n
+    arXiv:2410.02367, section 4.2). A computed centre is the mean of every n-th key in use, n
     the least for which these are at most 256. Items that are not finite count as 0, and a mean that
     overflows is 0.
 
@@ -453,7 +462,9 @@ def quantize_keys(
     >>> more.codes.ravel().tolist()
     [127, 64]
     """
-    arrays: KeysArrays[Any] = KeysArrays(k, cu_seqlens, positions=positions, centre=centre, q=q)
+    arrays: KeysArrays[Any] = KeysArrays(
+        k, cu_seqlens, seqused_k, positions=positions, centre=centre, q=q
+    )
     interleaved = False
     if rotary is not None:
         arrays.cos, arrays.sin, interleaved = checked_rotary(rotary)
@@ -516,7 +527,7 @@ def _quantized_on_cpu(problem: KeysProblem, arrays: KeysArrays[np.ndarray]) -> N
                 round_into(tokens, turned.reshape(tokens.shape), tokens.dtype)
     made: dict[str, np.ndarray] = {}
     if centre is None:
-        made["centre_out"] = centre = reference.key_centres(k, bounds)
+        made["centre_out"] = centre = reference.key_centres(k, bounds, arrays.seqused_k)
     made["codes"], made["scales"] = reference.quantize_keys(k, centre, bounds)
     for name, array in made.items():
         target = getattr(arrays, name)
@@ -526,10 +537,10 @@ def _quantized_on_cpu(problem: KeysProblem, arrays: KeysArrays[np.ndarray]) -> N
             target[...] = array
 
 
-def int8_keys(k: Any, implementation: str) -> QuantizedKeys:
-    """Return the int8 keys of a call."""
+def int8_keys(k: Any, implementation: str, seqused_k: Array | None) -> QuantizedKeys:
+    """Return the int8 keys of a call, of which `seqused_k` are in use."""
     if not isinstance(k, QuantizedKeys):
-        return quantize_keys(k)
+        return quantize_keys(k, seqused_k=seqused_k)
     if implementation not in ("flash", "int8"):
         raise error(
             ValueError,

@@ -187,6 +187,7 @@ class KeysArrays(Record[T]):
 
     k: T
     cu_seqlens: T | None = None
+    seqused_k: T | None = None
     cos: T | None = None
     sin: T | None = None
     positions: T | None = None
@@ -248,12 +249,13 @@ def keys_plan(problem: KeysProblem) -> Plan:
     whole = dim % prepare.ITEMS == turned % prepare.ITEMS == 0 and rows_aligned(read)
     packed = layouts.cu_seqlens is not None
     launch = prepare.KeyLaunch(k.dtype.name, whole, packed, table, problem.interleaved)
-    arrays = slots.k, slots.cu_seqlens, slots.cos, slots.sin, slots.positions, centre_slot
+    keys, rest = (slots.k, slots.cu_seqlens), (slots.cos, slots.sin, slots.positions, centre_slot)
     steps = []
     if not given:
         kernel = prepare.specialise_centres(launch)
         ctas = problem.sequences * heads * -(-dim // prepare.CENTRE_COLUMNS)
-        steps.append(Step.of(kernel, ctas, arrays, filled(CENTRES_PARAMS, **common)))
+        of_centres = filled(CENTRES_PARAMS, **common, seqused_k=batch_integers(layouts.seqused_k))
+        steps.append(Step.of(kernel, ctas, (*keys, slots.seqused_k, *rest), of_centres))
     groups = -(-k.shape[-3] // prepare.KEYS) * (k.shape[0] if len(k.shape) == 4 else 1)
     q_heads = layouts.q.shape[-2] if layouts.q is not None and half else 0
     if groups * (heads + q_heads) > _MOST_THREADS - prepare.KEY_THREADS:
@@ -283,7 +285,7 @@ def keys_plan(problem: KeysProblem) -> Plan:
     lanes = prepare.lanes_of(dim)
     ctas = -(-groups * (heads + q_heads) // (prepare.KEY_THREADS // lanes))
     written = slots.codes, slots.scales, slots.q
-    step = Step.of(prepare.specialise_keys(lanes, launch), ctas, (*arrays, *written), params)
+    step = Step.of(prepare.specialise_keys(lanes, launch), ctas, (*keys, *rest, *written), params)
     return planner.plan(*steps, step)
 
 

@@ -170,7 +170,7 @@ HEAD_ROTATION = _struct(
 CENTRES_PARAMS = _struct(
     ("k", TOKEN_STRIDES),
     ("centre_batch centre_head", np.int64),
-    ("bounds", _BATCH_INTEGERS),
+    ("bounds seqused_k", _BATCH_INTEGERS),
     ("rotation", HEAD_ROTATION),
     ("seq heads dim sequences", np.int32),
 )

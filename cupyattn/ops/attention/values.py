@@ -35,14 +35,9 @@ def check_values(problem: AttentionProblem, arrays: AttentionArrays[Array]) -> N
             f"each is between -{MAX_OFFSET} and {MAX_OFFSET}",
             "pass the key positions of query 0",
         )
-    if used is not None and ((used < 0) | (used > keys)).any():
+    if used is not None:
         most = "the keys of its sequence" if problem.packed else f"Sk = {problem.sk}"
-        raise error(
-            ValueError,
-            f"seqused_k has values from {used.min()} to {used.max()}",
-            f"each is at least 0 and at most {most}",
-            "clip it, or pass longer k and v",
-        )
+        require_used(used, keys, most)
     if arrays.sinks is not None:
         require_sinks(arrays.sinks)
     if problem.options.accumulator == "float16":
@@ -52,6 +47,17 @@ def check_values(problem: AttentionProblem, arrays: AttentionArrays[Array]) -> N
         require_alibi(problem, arrays.alibi_slopes, *positions)
     if problem.layouts.cos is not None:
         _require_rotary_positions(problem, problem.layouts.cos.shape[0], *positions)
+
+
+def require_used(used: np.ndarray, keys: np.ndarray, most: str, arrays: str = "k and v") -> None:
+    """Raise ValueError for a seqused_k outside of 0 to the keys that exist, `most` in words."""
+    if ((used < 0) | (used > keys)).any():
+        raise error(
+            ValueError,
+            f"seqused_k has values from {used.min()} to {used.max()}",
+            f"each is at least 0 and at most {most}",
+            f"clip it, or pass longer {arrays}",
+        )
 
 
 def _lengths(

@@ -42,7 +42,7 @@ CENTRES = KernelSpec(
     "attention/key_centres.cu",
     (
         *inputs("k"),
-        *inputs("cu_seqlens", "cos", "sin", "positions", optional=True),
+        *inputs("cu_seqlens", "seqused_k", "cos", "sin", "positions", optional=True),
         Pointer("centre"),
         CENTRES_STRUCT,
     ),

@@ -228,13 +228,19 @@ _LEAST_ABSMAX = np.float32(2.0**-100)
 _STEPS = np.float32(127)
 
 
-def key_centres(k: NDArray[Any], cu_seqlens: NDArray[Any] | None = None) -> Float32:
+def key_centres(
+    k: NDArray[Any],
+    cu_seqlens: NDArray[Any] | None = None,
+    seqused_k: NDArray[Any] | None = None,
+) -> Float32:
     """Return the centre of each sequence, as `cupyattn.quantize_keys` computes it, bit by bit.
 
     Parameters
     ----------
     k : (B, S, G, D), or (total, G, D) packed or of one sequence
     cu_seqlens : (sequences + 1,), optional
+    seqused_k : (B,) or (sequences,), optional
+        The keys in use of each sequence: its first ones.
 
     Returns
     -------
@@ -248,10 +254,14 @@ def key_centres(k: NDArray[Any], cu_seqlens: NDArray[Any] | None = None) -> Floa
     if k.ndim == 4:
         parts = [*k]
     elif cu_seqlens is None:
-        return _centre(k)
+        parts = [k]
     else:
         bounds = np.clip(cu_seqlens, 0, len(k))
         parts = [k[begin:end] for begin, end in pairwise(bounds)]
+    if seqused_k is not None:
+        parts = [part[:used] for part, used in zip(parts, seqused_k.clip(0), strict=True)]
+    if k.ndim == 3 and cu_seqlens is None:
+        return _centre(parts[0])
     return np.array([_centre(part) for part in parts], np.float32).reshape(
         len(parts), *k.shape[-2:]
     )
