@@ -260,6 +260,15 @@ def test_gather(changed, kind, message, backend):
         cupyattn.gather(*arguments, **named)
 
 
+def test_gather_of_int8_keys_names_their_formula():
+    keys, values = np.zeros((4, 16, 2, 8), np.int8), np.zeros((4, 16, 2, 8), np.float16)
+    table, lengths = np.zeros((1, 1), np.int32), np.array([3])
+    scales = np.zeros((4, 16, 2), np.float32)
+    with pytest.raises(TypeError, match=r"k_cache \* k_scales\[\.\.\., None\] \+ k_centre"):
+        cupyattn.gather(keys, values, table, lengths, k_scales=scales)
+    assert cupyattn.gather(values, values, table, lengths)[1].shape == (1, 16, 2, 8)
+
+
 def test_gather_of_float64_is_not_for_kernels():
     table, lengths = np.zeros((1, 1), np.int32), np.array([3])
     with cupyattn.backend("emulator"), pytest.raises(TypeError, match="k_cache has dtype float64"):

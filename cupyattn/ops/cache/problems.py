@@ -518,7 +518,17 @@ def _require_caches(
         require_dtype(name, layout, (*CPU_FLOATS, *_FORMATS), fixes.get(name, ""))
         require_rank(name, layout, axes)
         require_contiguous_rows(name, layout, fixes.get(name, ""))
-    centred = centred and k.dtype.name == "int8" and v.dtype.name in CPU_FLOATS
+    of_int8_keys = k.dtype.name == "int8" and v.dtype.name in CPU_FLOATS
+    if of_int8_keys and not centred:
+        raise error(
+            TypeError,
+            f"k_cache has int8, v_cache has {v.dtype}",
+            "such caches hold int8 keys, codes of differences from a centre, which gather does not "
+            "make floats of",
+            "gather the values alone, as k_cache and as v_cache; a key is "
+            "k_cache * k_scales[..., None] + k_centre",
+        )
+    centred = of_int8_keys
     if not centred:
         require_same_dtype({"k_cache": k, "v_cache": v})
     require_shape("v_cache", v, k.shape, "shaped like k_cache")
