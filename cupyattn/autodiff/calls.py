@@ -19,7 +19,7 @@ from cupyattn.autodiff.tape import (
     tape_of,
     zeros,
 )
-from cupyattn.ops.attention.quantized_keys import QuantizedKeys
+from cupyattn.ops.attention.quantized_keys import NO_GRADIENTS, QuantizedKeys
 from cupyattn.runtime.annotations import Keywords, Undescribed
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import Rule
@@ -188,7 +188,7 @@ def _made(
         return _wrapped(rule.function(*args, **options), lambda value: constant(value, tape))
     if options.get("implementation") == "int8" or any(isinstance(x, QuantizedKeys) for x in args):
         raise tape.refuse(
-            f"calls {rule.name} over int8 keys, with whose lse the weights no longer add up to 1",
+            f"calls {rule.name} over int8 keys: {NO_GRADIENTS}",
             "pass k as an array, without implementation='int8'",
         )
     if options.get("out") is not None:

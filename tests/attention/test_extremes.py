@@ -305,10 +305,10 @@ def test_a_place_that_is_none_is_refused(seed, says):
 @pytest.mark.usefixtures("default_architecture")
 @pytest.mark.parametrize("kind", ["dense", "packed", "paged"])
 def test_float16_accumulators_refuse_large_values_in_use(kind: str):
-    """Values of keys that are not in use may be anything."""
+    """Values of keys that are not in use may be anything. An infinity would reach other columns."""
     q, k, v = (np.ones((2, 32, 2, 64), np.float16) for _ in range(3))
-    v[:, 20:] = np.inf
-    v[1, 22:] = 300
+    v[:, 20:] = 300
+    v[1, 23:] = np.inf
     lengths = np.array([20, 20], np.int32)
     options: dict[str, Any] = {"accumulator": "float16"}
     arrays: list[Any] = [q, k, v]
@@ -330,6 +330,9 @@ def test_float16_accumulators_refuse_large_values_in_use(kind: str):
         assert (call(*arrays, **options) == 1).all()
         lengths[1] = 23
         with pytest.raises(ValueError, match=r"v has absolute values up to 300\.0.*at most 250"):
+            call(*arrays, **options)
+        lengths[1] = 24
+        with pytest.raises(ValueError, match="v has absolute values up to inf"):
             call(*arrays, **options)
 
 

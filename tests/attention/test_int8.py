@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import cupyattn
 from cupyattn import QuantizedKeys, autodiff, reference
 from cupyattn.ops.attention.choice import MAX_QUERIES
 from cupyattn.ops.attention.kernels.int8 import INT8, INT8_HALF_SUMS, int8_row
+from cupyattn.ops.attention.quantized_keys import NO_GRADIENTS
 from cupyattn.ops.attention.reference.quantised import (
     int8_attention_estimate,
     key_centres,
@@ -504,6 +506,24 @@ def test_what_int8_keys_do_not_have_is_refused_of_numpy_arrays_too():
                     cupyattn.attention(q, given, v, implementation=implementation, **options)
             with pytest.raises(NotImplementedError, match=f"^{name} with int8 keys"):
                 cupyattn.attention_varlen(q[0], packed, v[0], bounds, bounds, 4, 4, **options)
+
+
+def test_weights_no_longer_add_up_to_1_as_the_refusal_of_gradients_says():
+    medians, largest = [], 0.0
+    for kind in KINDS:
+        off = []
+        for head_dim, seed in ((64, 0), (64, 1), (128, 0)):
+            q, k, v = data_of(kind, seed, head_dim)
+            (_, lse), _ = exact_and_bounds(q, quantised(k), v, {})
+            off.append(np.abs(np.expm1(reference.attention(q, k, v)[1] - lse)))
+        medians.append(float(np.median(off)))
+        largest = max(largest, float(np.max(off)))
+    says = re.search(r"by (.*) to (.*) % in the median, by up to (.*) %", NO_GRADIENTS)
+    assert says is not None
+    least, most, worst = (float(x) / 100 for x in says.groups())
+    assert 0.5 * least < min(medians) < 1.5 * least, medians
+    assert 0.7 * most < max(medians) < 1.3 * most, medians
+    assert 0.6 * worst < largest < 1.1 * worst
 
 
 def test_gradients_are_refused_with_the_reason():

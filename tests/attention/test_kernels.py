@@ -496,8 +496,23 @@ def test_float16_accumulators_are_refused_where_no_kernel_has_them():
     with pytest.raises(ValueError, match="q of float32 and v of float32"):
         cupyattn.attention(wide, wide, wide, accumulator="float16")
     assert_array_equal(cupyattn.attention(x, x, x, accumulator="float16"), x)
-    with emulated(80), pytest.raises(NotImplementedError, match=r"capability 8\.0.*as fast"):
-        cupyattn.attention(x, x, x, accumulator="float16")
+    long = np.ones((1, 512, 1, 64), np.float16)
+    pool, table, lengths = long.reshape(32, 16, 1, 64), np.arange(32)[None], np.array([512])
+    of_pool = pool, pool, table.astype(np.int32), lengths
+    with emulated(80):  # few queries are decoded, and refused as well
+        for call in (
+            lambda: cupyattn.attention(x, x, x, accumulator="float16"),
+            lambda: cupyattn.attention(x[:, :1], long, long, accumulator="float16"),
+            lambda: cupyattn.paged_attention(x[:, :1], *of_pool, accumulator="float16"),
+        ):
+            with pytest.raises(NotImplementedError, match=r"capability 8\.0.*as fast"):
+                call()
+    with cupyattn.backend("emulator"):
+        for decoded in (
+            cupyattn.explain(cupyattn.attention, x[:, :1], long, long, accumulator="float16"),
+            cupyattn.explain(cupyattn.paged_attention, x[:, :1], *of_pool, accumulator="float16"),
+        ):
+            assert "accumulator='float16' changes nothing" in str(decoded)
     with without_tensor_cores(), pytest.raises(NotImplementedError, match="without tensor cores"):
         cupyattn.attention(x, x, x, accumulator="float16")
     with cupyattn.backend("emulator"), pytest.raises(NotImplementedError, match="accumulator"):

@@ -427,4 +427,7 @@ def test_explain_names_the_decoding_of_centred_keys():
     arrays = case.cache.keys(0), case.cache.v[0], case.tables.block_table, case.tables.seqlens_k
     for sq, kernel in ((16, "attention_decode_centred"), (17, "attention_forward_int8_paged")):
         q = ((1, sq, 6, 64), "float16")
-        assert cupyattn.explain(cupyattn.paged_attention, q, *arrays).launches[0].kernel == kernel
+        explained = cupyattn.explain(cupyattn.paged_attention, q, *arrays)
+        assert explained.launches[0].kernel == kernel
+        assert "gained: " in str(explained)
+        assert "lost: " in str(explained)

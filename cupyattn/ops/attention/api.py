@@ -23,7 +23,6 @@ from cupyattn.ops.attention.problem import (
 from cupyattn.ops.attention.quantized_keys import (
     QuantizedKeys,
     int8_keys,
-    require_int8_options,
     require_no_int8_keys,
 )
 from cupyattn.ops.attention.reference.dense import AttentionGrads
@@ -225,10 +224,11 @@ def attention(
         float16 arrays. "float16" sums a tile of 16 to 64 keys in float16, and the tiles in float32.
         It is for GeForce RTX 20xx GPUs, which add such products twice as fast; a T4 does not gain.
         Absolute values of v in use are at most 250. On a GPU larger ones may give infinities or
-        NaN; on NumPy arrays, and where values are checked (`backend`), they are an error. Weights
-        below 2**-16 of a query's largest may be lost (see Notes). Calls that "flash" decodes
-        accumulate in float32, and so do NumPy arrays. Other dtypes are an error, and so are other
-        GPUs, except with int8 keys.
+        NaN, and infinities and NaN reach neighbouring columns; on NumPy arrays, and where values
+        are checked (`backend`), all but NaN are an error. Weights below 2**-16 of a query's largest
+        may be lost (see Notes). Calls that "flash" decodes accumulate in float32, and so do NumPy
+        arrays. Other dtypes are an error, and so are other GPUs and head dims above 256, decoded or
+        not; with int8 keys every GPU with tensor cores has such sums.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
@@ -341,8 +341,6 @@ def attention(
         score_mod,
         mask_mod,
     )
-    if isinstance(arrays, QuantizedKeyArrays):
-        require_int8_options(problem.options.dropout_p, rotary)
     device = device_of(operands)
     if device is None:
         on_cpu = cast("AttentionArrays[NDArray[Any]]", operands.arrays)

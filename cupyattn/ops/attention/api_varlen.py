@@ -29,7 +29,6 @@ from cupyattn.ops.attention.problem import (
 )
 from cupyattn.ops.attention.quantized_keys import (
     QuantizedKeys,
-    require_int8_options,
     require_no_int8_keys,
 )
 from cupyattn.ops.attention.reference.dense import AttentionGrads
@@ -255,8 +254,6 @@ def attention_varlen(
         ),
         *(q_offset, seed, rotary, score_mod, mask_mod, max_seqlen_q, max_seqlen_k),
     )
-    if isinstance(arrays, QuantizedKeyArrays):
-        require_int8_options(problem.options.dropout_p, rotary)
     device = device_of(operands)
     if device is None:
         options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)

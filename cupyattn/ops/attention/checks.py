@@ -19,7 +19,12 @@ from cupyattn.ops.attention.modifiers import (
     user_function,
     with_arrays_of,
 )
-from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed, checked_seed
+from cupyattn.ops.attention.options import (
+    MAX_INT8_HEAD_DIM,
+    AttentionOptions,
+    DropoutSeed,
+    checked_seed,
+)
 from cupyattn.ops.attention.problem import (
     BACKWARD_RESULTS,
     FORWARD_RESULTS,
@@ -64,6 +69,7 @@ from cupyattn.runtime.checks import (
     require_whole_item_strides,
     require_workspace,
 )
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.records import fields_of, given_of, made, values_of
 from cupyattn.runtime.tables import MAX_HEAD_DIM
@@ -244,6 +250,8 @@ def described_problem(
     )
     _require_valid_option_arrays(problem)
     require_half_sums(problem)
+    if quantised:
+        require_int8_call(problem)
     if layouts.workspace is not None:
         require_workspace(layouts.workspace)
     return problem
@@ -256,6 +264,37 @@ def _require_fitting_centre(layouts: QuantizedKeyArrays[Layout]) -> None:
     if len(centre.shape) == 3:
         fitting = (layouts.q.shape[0], *heads)
         require_shape("keys.centre", centre, fitting, "(B, G, D), one of each sequence")
+
+
+def require_int8_call(problem: AttentionProblem, traits: DeviceTraits | None = None) -> None:
+    """Raise NotImplementedError for what attention over int8 keys does not have.
+
+    With the `traits` of a device this is what its kernel lacks; without them what NumPy arrays do
+    not have either.
+    """
+    dropout_p, dims = problem.options.dropout_p, (problem.head_dim, problem.head_dim_v)
+    fix, refused = "pass k as it was, or NumPy arrays", dict[str, str | bool]()
+    if traits is None:
+        reason = "they are for inference, and are quantised after their rotation"
+        fix = "leave it out, or pass k as an array without implementation='int8'"
+        refused = {
+            f"dropout_p = {dropout_p}": dropout_p > 0 and reason,
+            "rotary": problem.layouts.cos is not None and f"{reason}: rotate q and k before",
+        }
+    else:
+        refused = {
+            f"head dims D = {dims[0]}, Dv = {dims[1]}": max(dims) > MAX_INT8_HEAD_DIM
+            and f"the kernel has head dims up to {MAX_INT8_HEAD_DIM}",
+            f"head dim D = {dims[0]}": dims[0] % 2 == 1
+            and "the kernel loads codes two at a time: D is even",
+            "a BlockMask": problem.layouts.block_mask is not None
+            and "the kernel goes through all tiles; it takes a MaskMod, and every mask",
+            "a GPU without tensor cores": not traits.has_mma("float16")
+            and "the products of int8 keys are those of tensor cores",
+        }
+    for passed, why in refused.items():
+        if why:
+            raise error(NotImplementedError, f"{passed} with int8 keys", str(why), fix)
 
 
 def _require_matching_heads(q: Layout, k: Layout, v: Layout) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from cupyattn.ops.attention.checks import require_int8_call
 from cupyattn.ops.attention.decode import (
     DECODE_ARITHMETIC,
     MOST_UNITS,
@@ -53,7 +54,6 @@ from cupyattn.ops.attention.options import (
 )
 from cupyattn.ops.attention.params import (
     flash_options,
-    require_int8_kernel,
     require_near_rows,
     score_strides,
     whole_vectors,
@@ -134,20 +134,19 @@ def choose_forward(
         laid = with_results(problem, outputs)
         return ForwardChoice(chosen, (f"implementation={chosen!r} was passed",), problem, laid)
     rotary = problem.layouts.cos is not None
+    dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
+    kernels = kernels_of(dtype, dims, traits)
+    half_sums = problem.options.accumulator == "float16"
+    if half_sums:
+        require_half_sum_kernels(kernels, dims, traits)
     if reason := _reason_to_decode(problem, traits):
         rotated: tuple[str, ...] = ("q", "k") if rotary else ()
         inner = in_scratch(problem, rotated) if rotated else problem
         laid = with_results(inner, outputs)
         how_decoded = DECODE_ARITHMETIC[launch_of(inner, traits).tensor_cores]
-        why = reason, how_decoded.format(dtype=problem.dtype.name)
+        why = (reason, how_decoded.format(dtype=dtype), *([DECODED_SUMS] if half_sums else []))
         return ForwardChoice("decode", why, inner, laid, rotated)
-    dtype = problem.dtype.name
-    dims = problem.head_dim, problem.head_dim_v
-    kernels = kernels_of(dtype, dims, traits)
-    reasons = [arithmetic(kernels, dtype, dims, traits)]
-    if problem.options.accumulator == "float16":
-        require_half_sum_kernels(kernels, dims, traits)
-        reasons.append(HALF_SUMS)
+    reasons = [arithmetic(kernels, dtype, dims, traits), *([HALF_SUMS] if half_sums else [])]
     inner, rotated = problem, ()
     if rotary and kernels == "tensor_core" and _rotates_queries(problem, traits):
         inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
@@ -196,7 +195,7 @@ def _choose_int8(
     problem: AttentionProblem, outputs: Outputs, traits: DeviceTraits
 ) -> ForwardChoice:
     """Choose the kernel over int8 keys, or raise NotImplementedError for what it does not have."""
-    require_int8_kernel(problem, traits)
+    require_int8_call(problem, traits)
     laid = with_results(problem, outputs)
     options = flash_options(problem, 2)
     row = int8.int8_row(problem.head_dim, problem.head_dim_v, options, problem.options.accumulator)
@@ -210,6 +209,7 @@ def _choose_int8(
 
 HALF_SUMS = "sums of a tile of keys are float16: accumulator='float16' was passed"
 """The reason for kernels with float16 accumulators."""
+DECODED_SUMS = "accumulator='float16' changes nothing: decode kernels have float32 sums"
 _ARITHMETIC = {
     "native": "{dtype} runs on tensor cores, with cp.async and mma.m16n8k16",
     "tensor_core": "{dtype} runs on tensor cores",

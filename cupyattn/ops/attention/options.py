@@ -32,6 +32,8 @@ INT8_OPTIONS = ALL_OPTIONS - {"dropout_p"} - ROTARY
 
 IMPLEMENTATIONS = ("flash", "tiled", "naive", "int8")
 ACCUMULATORS = ("float32", "float16")
+MAX_INT8_HEAD_DIM = 256
+"""The largest D of `QuantizedKeys`, and Dv of attention over them."""
 MAX_HALF_SUM_VALUE = 250.0
 """The largest |v| whose float16 sums fit: cuda_src/attention/tensor_core/output_sums.cuh.
 

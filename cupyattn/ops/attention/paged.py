@@ -16,9 +16,11 @@ from cupyattn.ops.attention.checks import (
     require_caches,
     require_half_sums,
     require_heads_options,
+    require_int8_call,
     require_scales,
 )
 from cupyattn.ops.attention.choice import (
+    DECODED_SUMS,
     HALF_SUMS,
     MAX_QUERIES,
     arithmetic,
@@ -45,7 +47,6 @@ from cupyattn.ops.attention.params import (
     item_strides,
     quantized_keys_params,
     require_aligned_items,
-    require_int8_kernel,
     require_lengths,
     rows_start_at,
     score_options,
@@ -293,12 +294,14 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     planner.slots.q_offset = planner.slots.seqused_k  # it decides where queries are
     laid = with_results(problem, outputs)
     dtype = problem.dtype.name
+    quantised = isinstance(problem.layouts, QuantizedPagedArrays)
+    half_sums = problem.options.accumulator == "float16"
+    if half_sums and not quantised:
+        dims = problem.head_dim, problem.head_dim
+        require_half_sum_kernels(kernels_of(dtype, dims, traits), dims, traits)
     if not decoded:
         traits.choices.because(reason, *_reasons_of_prompts(problem, traits))
-        if problem.options.accumulator == "float16":
-            dims = problem.head_dim, problem.head_dim
-            if not isinstance(problem.layouts, QuantizedPagedArrays):
-                require_half_sum_kernels(kernels_of(dtype, dims, traits), dims, traits)
+        if half_sums:
             traits.choices.because(HALF_SUMS)
         plan = planner.plan(_prefill_step(problem, laid, planner, traits))
         return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))
@@ -306,6 +309,7 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
         return planner.plan()
     launch = launch_of(problem, traits)
     traits.choices.because(reason, DECODE_ARITHMETIC[launch.tensor_cores].format(dtype=dtype))
+    traits.choices.because(*int8.DECODE_REASONS if quantised else (), *[DECODED_SUMS] * half_sums)
     _require_units(problem, units_of(problem, launch))
     steps = shared_keys_steps(
         problem,
@@ -434,7 +438,7 @@ def _int8_kernel(
     problem: PagedProblem, laid: PagedArrays[Layout], traits: DeviceTraits
 ) -> tuple[Specialisation, int]:
     """Choose the kernel over int8 keys, and say its query rows."""
-    require_int8_kernel(problem, traits)
+    require_int8_call(problem, traits)
     caches = {"k_cache": laid.k, "v_cache": laid.v, "k_cache.scales": laid.k_scales}
     for name, layout in caches.items():
         if layout is not None and max(map(abs, layout.strides[:2])) >= _INT32:

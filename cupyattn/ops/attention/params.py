@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.ops.attention.kernels import int8
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
 from cupyattn.ops.attention.problem import (
@@ -32,7 +31,6 @@ from cupyattn.ops.attention.structs import (
 )
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.checks import contiguous_copy, require_item_alignment
-from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Planner, Step
 from cupyattn.runtime.records import Record, given_of
@@ -282,24 +280,6 @@ def require_near_rows(problem: AttentionProblem, names: Iterable[str], tile_rows
                 f"kernels on tensor cores take less than {_TILE_BYTES // tile_rows} here",
                 contiguous_copy(name),
             )
-
-
-def require_int8_kernel(problem: AttentionProblem, traits: DeviceTraits) -> None:
-    """Raise NotImplementedError for what the kernel over int8 keys does not have."""
-    dims = problem.head_dim, problem.head_dim_v
-    refused = {
-        f"head dims D = {dims[0]}, Dv = {dims[1]} with int8 keys": max(dims) > int8.MOST_HEAD_DIM
-        and f"the kernel has head dims up to {int8.MOST_HEAD_DIM}",
-        f"head dim D = {problem.head_dim} of int8 keys": problem.head_dim % int8.HEAD_DIM_STEP
-        and "the kernel loads codes two at a time: D is even",
-        "a BlockMask with int8 keys": problem.layouts.block_mask is not None
-        and "the kernel goes through all tiles; it takes a MaskMod, and every mask",
-        "int8 keys on a GPU without tensor cores": not traits.has_mma("float16")
-        and "their products are those of tensor cores",
-    }
-    for passed, reason in refused.items():
-        if reason:
-            raise error(NotImplementedError, passed, reason, "pass k as it was, or NumPy arrays")
 
 
 def rows_start_at(starts: Record[int], laid: Record[Layout], sizes: Mapping[str, int]) -> bool:

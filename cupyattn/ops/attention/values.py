@@ -117,14 +117,19 @@ def _require_small_values(
 
 
 def require_half_sum_values(v: np.ndarray) -> None:
-    """Raise ValueError for finite values whose float16 sums may overflow."""
+    """Raise ValueError for values whose float16 sums may overflow, or are infinite.
+
+    A product with the identity matrix adds those to float32 ones (output_sums.cuh), and 0 times an
+    infinity is NaN, in columns of other values. A NaN does the same there.
+    """
     sizes = np.abs(v)
-    sizes = sizes[np.isfinite(sizes)]
+    sizes = sizes[~np.isnan(sizes)]
     if sizes.size and sizes.max() > MAX_HALF_SUM_VALUE:
         raise error(
             ValueError,
             f"v has absolute values up to {sizes.max()!s} with accumulator='float16'",
-            f"each is at most {MAX_HALF_SUM_VALUE:g}: sums of more may overflow",
+            f"each is at most {MAX_HALF_SUM_VALUE:g}: sums of more may overflow, and infinities "
+            "reach other columns as NaN",
             "scale v down and the result up, or leave accumulator out",
         )
 

@@ -14,9 +14,6 @@ from cupyattn.runtime.spec import Gates, KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import limit_of, option_macros, round_up, with_gates
 
-MOST_HEAD_DIM = 256
-HEAD_DIM_STEP = 2
-"""Codes are loaded two at a time at least."""
 REASONS = (
     "gained: scores are products of int8 on tensor cores, on Turing at twice the rate of float16, "
     "on GeForce at four times that of float16 with float32 sums; P V stays float16",
@@ -24,6 +21,12 @@ REASONS = (
     "softmax_scale sqrt((a^2 |k - centre|^2 + b^2 |q|^2) / 12), with the rows' steps a and b",
 )
 """Reasons of a call, for `cupyattn.explain`."""
+DECODE_REASONS = (
+    "gained: keys are read in int8, half of the bytes of float16",
+    "lost: k - centre keeps 127 steps to each side of 0 in a row, so a score errs by about "
+    "softmax_scale b |q| / sqrt(12), with the row's step b; q stays as it is",
+)
+"""Reasons of a decoding call over int8 keys."""
 _OPTION_MACROS = tuple(name for name in FlashOptions._fields if name != "dropout")
 
 
