@@ -17,8 +17,10 @@ from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn
 from cupyattn import QuantizedKeys, autodiff, reference
+from cupyattn.kv_cache import paged
 from cupyattn.ops.attention.choice import MAX_QUERIES
 from cupyattn.ops.attention.kernels.int8 import INT8, INT8_HALF_SUMS, int8_row
+from cupyattn.ops.attention.options import MAX_INT8_HEAD_DIM
 from cupyattn.ops.attention.quantized_keys import NO_GRADIENTS
 from cupyattn.ops.attention.reference.quantised import (
     int8_attention_estimate,
@@ -451,6 +453,10 @@ def test_distance_to_attention_of_the_given_arrays_is_as_estimated(
         assert (off <= estimate + bound).all(), float((off / (estimate + bound)).max())
         # And no more is promised than that: the errors are of this size.
         assert np.sqrt((off**2).mean()) >= np.sqrt((estimate**2).mean()) / 6 / 3
+
+
+def test_the_largest_head_dim_is_that_of_the_rows_and_of_caches():
+    assert {max(INT8), max(INT8_HALF_SUMS), paged.MOST_INT8_HEAD_DIM} == {MAX_INT8_HEAD_DIM}
 
 
 def test_smoothing_takes_out_what_keys_have_in_common():

@@ -23,7 +23,7 @@ from support.search import deep, mostly_deep
 
 from cupyattn.benchmark.ceiling_kernels import fma_rate
 from cupyattn.cli.turing import IN_FLOAT32, TUNED
-from cupyattn.ops.attention.kernels import decode, float32, native
+from cupyattn.ops.attention.kernels import decode, float32, int8, native
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifier, Modifiers
 from cupyattn.ops.attention.kernels.options import BackwardOptions, FlashOptions
 from cupyattn.ops.attention.kernels.teaching import forward as teaching
@@ -142,6 +142,50 @@ def test_another_compiler_skips_gates_and_fails_in_ci(ci, outcome, monkeypatch):
         monkeypatch.setenv("CI", ci)
     with pytest.raises(outcome, match=r"gates hold for NVRTC 12\.9, this is 13\.0"):
         require_gates_tools()
+
+
+# --- ratios that reasons state
+
+
+@cache
+def keys_per_cycle(kernel: Specialisation, machine: str) -> float:
+    """Query rows times keys that an SM has done with in a cycle of the main loop."""
+    figures = analyse(kernel, machine=MACHINES[machine])
+    assert figures.main is not None and figures.main.utilisation is not None
+    at = kernel.defines
+    rows, keys = 16 * int(at["M_TILES"]) * int(at["WARPS"]), int(at["TILE_K"])
+    cycles = figures.main.work_cycles / figures.main.utilisation.mean
+    return figures.ctas_per_sm * rows * keys / cycles
+
+
+def stated(text: str) -> dict[str, float]:
+    """The rates that a reason states, to that of exact attention with float32 sums."""
+    found = re.search(r"(\d\.\d\d) of the exact kernel's rate on a T4 and (\d\.\d\d) on", text)
+    if found:
+        return dict(zip(("T4", "RTX 2080 Ti"), map(float, found.groups()), strict=True))
+    found = re.search(r"models (\d\.\d\d) of the .*rate with float32 sums on an RTX", text)
+    assert found is not None, text
+    return {"RTX 2080 Ti": float(found[1])}
+
+
+def with_stated_rates() -> Iterator[Any]:
+    """Rows of int8 keys, and of float16 sums."""
+    for sums in (int8.INT8_HALF_SUMS, int8.INT8):
+        for head_dim, config in sums.items():
+            yield head_dim, int8.flash(head_dim, head_dim, 8, row=config)
+    for head_dim, config in forward.FLASH_HALF_SUMS[75].items():
+        yield head_dim, forward.flash(75, head_dim, head_dim, 8, row=config)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kernel"), deep(*with_stated_rates()), ids=lambda x: getattr(x, "label", str(x))
+)
+def test_reasons_state_the_rates_of_the_model(head_dim, kernel):
+    require_gates_tools()
+    exact = forward.flash(75, head_dim, head_dim, 8)
+    for machine, rate in stated(kernel.reason).items():
+        modelled = keys_per_cycle(kernel, machine) / keys_per_cycle(exact, machine)
+        assert modelled == pytest.approx(rate, abs=0.05), machine
 
 
 # --- what no catalogue lists

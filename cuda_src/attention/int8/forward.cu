@@ -1,6 +1,7 @@
-// Attention forward over int8 keys: Q K^T on integer tensor cores, P V in float16 with float32 accumulation.
+// Attention forward over int8 keys: Q K^T on integer tensor cores, P V on those of float16 with float32 sums, or with
+// float16 sums within a tile of keys (ACCUMULATOR, tensor_core/output_sums.cuh).
 //
-//   k^_j = scale_j * code_j + centre                       what quantize_keys made of k_j (ops/attention/quantize_keys)
+//   k^_j = scale_j * code_j + centre                         what attention/quantize_keys.cu made of k_j
 //   q^_i = a_i * round(q_i / a_i),   a_i = max |q_i| / 127   (common/row_codes.cuh)
 //   s_ij = softmax_scale * (a_i scale_j (codes of q_i) . code_j + q_i . centre) (+ options)
 //   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
@@ -17,13 +18,15 @@
 // Grid      B * H * ceil(Sq / kTileQ) CTAs of WARPS warps; under causal order the longest rows start first.
 // Budget    shared memory: K, its factors and V twice, and q . centre of each row; or Q or the output tile, which are
 //           there before and after. Registers: codes of Q (M_TILES * D / 8), the accumulator (M_TILES * Dv / 2), sums.
-// Barriers  one per key tile, and one before the output.
+// Barriers  three before the loop (Q written, Q read, the first tile written), one per key tile, and one before the
+//           output.
 // Edges     as tensor_core/forward.cu. A query with a NaN or an infinity has scale NaN, and so has a key: every score of
 //           it is NaN. Rows of zeros have codes 0.
 //
-// The same for caches of codes and values in blocks (paged_attention): which struct of parameters the kernel takes
-// decides. Shapes are then those of tensor_core/forward_paged.cu, with codes (num_blocks, block_size, G, D), scales
-// (num_blocks, block_size, G) and one centre (G, D) for all blocks, since sequences share them.
+// Three entries share the loop: with ForwardParams for a batch, with VarlenParams for packed sequences, and with
+// PagedParams for keys in the blocks of a cache (paged_attention). Shapes of the last are those of
+// tensor_core/forward_paged.cu, with codes (num_blocks, block_size, G, D), scales (num_blocks, block_size, G) and one
+// centre (G, D) for all blocks, since sequences share them.
 #include "forward.cuh"
 
 #if defined(PAGED_PARAMS_BYTES)

@@ -138,7 +138,8 @@ def attention(
     r"""Attend: ``softmax(softmax_scale * q @ k.T) @ v`` for every head, without storing the scores.
 
     Letters: B batch, Sq and Sk query and key length, H query heads, G key-value heads (H a
-    multiple of G), D head dim, Dv value head dim (each 1 to 512).
+    multiple of G), D head dim, Dv value head dim (each 1 to 512). Kernels of "int8", of "tiled" and
+    of float16 accumulators have head dims up to 256, those of "int8" only an even D.
 
     Parameters
     ----------
@@ -146,11 +147,11 @@ def attention(
         Queries. All arrays of a call are CuPy (or CUDA arrays of another library, taken by
         ``__cuda_array_interface__`` or DLPack without a copy) or all are NumPy. q, k and v share
         one dtype: float16, float32 or bfloat16; NumPy arrays outside of the emulator may be
-        float64. Their last axis is contiguous, the others may have any stride, so slices of a
-        packed array and transposes work without a copy.
+        float64. With int8 keys q and v are float16. The last axis of each is contiguous, the others
+        may have any stride, so slices of a packed array and transposes work without a copy.
     k : array (B, Sk, G, D), or QuantizedKeys
         Keys; query head h attends to key-value head ``h // (H // G)``. `quantize_keys` makes keys
-        in int8, with which q and v are float16 (see implementation).
+        in int8 (see implementation).
     v : array (B, Sk, G, Dv)
         Values.
     causal : bool
@@ -236,7 +237,7 @@ def attention(
         Scratch memory for the parts of the keys that "flash" splits (see Notes), for a BlockMask,
         and with rotary for rotated k and sometimes q; other calls need none. It has any dtype and
         an address that is a multiple of 16 bytes. If it is too small, the error has the number of
-        bytes. By default it is allocated.
+        bytes. By default it is allocated. "int8" of k that is an array always allocates keys.
 
     Returns
     -------
@@ -290,10 +291,10 @@ def attention(
     "int8" quantises each query like a key, without a centre, and adds ``q @ centre`` to its scores
     before any option sees them, and to lse. The result is attention of the quantised q and k, as
     exact as "flash" is. ``cupyattn.reference.int8_attention_estimate`` estimates its distance to
-    attention of q and k. q and v are float16, D is even, D and Dv are at most 256. The centre is
-    computed from the keys in use (seqused_k). There are all options but dropout,
-    rotary and a BlockMask, keys are not split, and there are no gradients. A NaN or an infinity in
-    a query or a key makes its scores NaN.
+    attention of q and k. The centre is computed from the keys in use (seqused_k). There are all
+    options but dropout, rotary and a BlockMask, keys are not split, and there are no gradients:
+    with this lse the weights of a row no longer add up to 1, they are off by 0.1 to 1.5 % in the
+    median, by up to 14 %. A NaN or an infinity in a query or a key makes its scores NaN.
 
     Examples
     --------

@@ -68,27 +68,45 @@ class Int8Config:
 _GROUP_KEYS = 16  # kGroupKeys in paged_keys.cuh
 _UNIT = 128  # bytes: alignment of each buffer in Smem
 
-# The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
-# main loop on a T4 by the static model of `python -m cupyattn turing`, and in brackets the rate as
-# a multiple of the float16 kernel's by the same model, on a T4 and on an RTX 2080 Ti (NVRTC
-# 12.9.86, 2026-11-28, +-0.05). V is loaded after the softmax: loaded before it, as the float16
-# kernel does, head dims 64 and 128 model 0.71 and 0.77. An H200 that runs the same code
-# (CUPYATTN_ARCH=75, 4 x 4,096 tokens of 2,048 features, 2026-11-28) has 291 TFLOP/s at head dim 64,
-# and 281 with tiles brought to L2 two ahead; 295 at 128, and 261 without; the float16 kernel has
-# 289 and 242.
+
+def _models(utilisation: float, on_t4: float, on_rtx: float, others: str) -> str:
+    """Return the reason of a row: tensor utilisation on a T4, rates to the exact kernel's."""
+    return (
+        f"models {utilisation:.2f} of a T4's tensor cores ({others}), {on_t4:.2f} of the exact "
+        f"kernel's rate on a T4 and {on_rtx:.2f} on an RTX 2080 Ti (2026-11-29)"
+    )
+
+
+# The first row whose head dim is not below max(D, Dv). Figures are those of the main loop by the
+# static model of `python -m cupyattn turing` (NVRTC 12.9.86, +-0.05). Over nine start offsets of an
+# SM's two CTAs, at equal distances within an iteration, head dims 64, 96 and 128 model 0.66 to
+# 0.78, 0.67 to 0.69 and 0.70 to 0.79 on a T4, and on an RTX 2080 Ti 0.89 to 0.91, 0.79 to 0.85 and
+# 0.82 to 0.85 (2026-11-29). V is loaded after the softmax: loaded before it, as the float16 kernel
+# does, head dims 64 and 128 model 0.71 and 0.77. An H200 that runs the same code (CUPYATTN_ARCH=75,
+# 4 x 4,096 tokens of 2,048 features, 2026-11-28) has 291 TFLOP/s at head dim 64, and 281 with tiles
+# brought to L2 two ahead; 295 at 128, and 261 without; the float16 kernel has 289 and 242. (Without
+# them 128 models 1.25 and 1.46 of the exact kernel's rate.)
 _TURING = {
-    64: Int8Config(2, 4, 64, 2, "models 0.72 (1.10, 1.52), and 0.71 with 48 keys, 0.67 with 32"),
-    96: Int8Config(2, 4, 32, 2, "models 0.68, and 0.66 with 24 keys, 0.50 with 16"),
+    64: Int8Config(2, 4, 64, 2, _models(0.72, 1.10, 1.52, "0.71 with 48 keys, 0.66 with 32")),
+    96: Int8Config(2, 4, 32, 2, _models(0.68, 1.07, 1.30, "0.66 with 24 keys, 0.50 with 16")),
     128: Int8Config(
-        2, 4, 16, 2, "models 0.77 (1.25, 1.46), and 0.82 with 24, where 12 bytes spill", 2
+        2, 4, 16, 2, _models(0.77, 1.22, 1.39, "0.81 with 24 keys, where 12 bytes spill"), 2
     ),
-    192: Int8Config(1, 8, 48, 1, "models 0.61, and 0.58 with 32 keys; shared memory binds"),
-    256: Int8Config(1, 8, 32, 1, "models 0.68, and 0.63 with 16 keys; shared memory binds"),
+    192: Int8Config(
+        1, 8, 48, 1, _models(0.61, 1.11, 1.29, "0.58 with 32 keys; shared memory binds")
+    ),
+    256: Int8Config(
+        1, 8, 32, 1, _models(0.68, 1.36, 1.54, "0.63 with 16 keys; shared memory binds")
+    ),
 }
 # Items of a bias or mask and a capped score's steps take registers: with 64 keys 108 to 200 bytes
 # spill, some of them in the main loop.
 _TURING_WITH_ITEMS = {
-    64: Int8Config(2, 4, 48, 2, "models 0.42 to 0.57 with items, and 0.41 to 0.53 with 64 keys")
+    64: Int8Config(
+        *(2, 4, 48, 2),
+        "models 0.42 to 0.57 of a T4's tensor cores with items, 0.41 to 0.53 with 64 keys "
+        "(2026-11-28)",
+    )
 }
 _GATES = {
     64: Gates(0.74, 128, scalar=0.60, options=0.51, kernels=0.70, most_spills=160),
@@ -97,16 +115,35 @@ _GATES = {
     192: Gates(0.60),
     256: Gates(0.67, 32),
 }
-# With float16 accumulators: "gains" is the rate as a multiple of the float16 kernel's with float32
-# ones, in cycles of an RTX 2080 Ti over nine start offsets of an SM's two CTAs; an RTX 2060 Super
-# models the same within 0.01. At head dims 96 and 128 two softmaxes a tile halve the registers of
-# scores, so that longer tiles do not spill, and their sums are added to float32 ones less often.
+
+
+def _gains(on_rtx: float, others: str = "") -> str:
+    """Return the reason of a row with float16 sums: its rate to the exact kernel's."""
+    return (
+        f"models {on_rtx:.2f} of the exact kernel's rate with float32 sums on an RTX 2080 Ti"
+        f"{others and ', and '}{others} (2026-11-29)"
+    )
+
+
+# With float16 accumulators, by the same model. Over nine start offsets head dims 64, 96 and 128
+# have 2.00, 1.62 and 1.89 of the exact kernel's rate in the mean. At 96 and 128 two softmaxes a
+# tile halve the registers of scores, so that longer tiles do not spill, and their sums are added to
+# float32 ones less often.
 _TURING_HALF_SUMS = {
-    64: Int8Config(2, 4, 64, 2, "gains 1.98"),
-    96: Int8Config(2, 4, 48, 2, "gains 1.68, as in one softmax, where more spills", steps=2),
-    128: Int8Config(2, 4, 32, 2, "gains 1.89, and 1.68 with 16 keys in one softmax", steps=2),
-    192: Int8Config(1, 8, 48, 1, "gains 1.58, and 1.54 with 32 keys"),
-    256: Int8Config(1, 8, 32, 1, "gains 1.57, and 1.47 in two softmaxes"),
+    64: Int8Config(2, 4, 64, 2, _gains(1.96)),
+    96: Int8Config(
+        2,
+        4,
+        48,
+        2,
+        _gains(1.62, "1.77 in one softmax, where 204 bytes spill, 16 in the loop"),
+        steps=2,
+    ),
+    128: Int8Config(
+        2, 4, 32, 2, _gains(1.91, "1.50 with 16 keys in one softmax, 1.56 with 32"), steps=2
+    ),
+    192: Int8Config(1, 8, 48, 1, _gains(1.58, "1.54 with 32 keys")),
+    256: Int8Config(1, 8, 32, 1, _gains(1.57, "1.47 in two softmaxes")),
 }
 _HALF_SUMS_GATES = {
     64: Gates(0.82, 128, kernels=0.77),

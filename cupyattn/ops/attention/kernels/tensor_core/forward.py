@@ -165,20 +165,30 @@ _TURING_INTEGERS = {
     256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.49 and 0.55 with 32 keys"),
     512: FlashConfig(2, 8, 16, 1, "models 0.36 and 0.40", sharing=4),
 }
-# Float16 accumulators for P V: on GeForce devices mma with them runs at twice the rate. "Gains" is
-# the speed against the row above it in the table of plain calls, by the same model of an RTX 2080
-# Ti (2026-11-28); with Q K^T in float32 it is at most 1.33. A T4 loses 0.04 to 0.22. Tiles of 16
-# keys, the only ones that fit at head dim 128, are added to float32 sums after two steps: one step
-# for each two. 48 keys at 64 gain 1.13, 32 at 80 1.19, 64 at 40 1.06.
+
+
+def _gains(on_rtx: float, others: str = "") -> str:
+    """Return the reason of a row with float16 sums: its rate to that with float32 ones."""
+    return (
+        f"models {on_rtx:.2f} of the rate with float32 sums on an RTX 2080 Ti (2026-11-29)"
+        f"{others and '; '}{others}"
+    )
+
+
+# Float16 accumulators for P V: on GeForce devices mma with them runs at twice the rate. Rates are
+# those of the static model, to the row of the plain table; with Q K^T in float32 at most 1.33. On
+# a T4 these rows have 0.82 to 0.95 (2026-11-29). Tiles of 16 keys, the only ones that fit at head
+# dim 128, are added to float32 sums after two steps: one step for each two. 48 keys at 64 have
+# 1.13, 32 at 80 1.19, 64 at 40 1.06.
 _TURING_HALF_SUMS = {
-    40: FlashConfig(2, 4, 48, 2, "gains 1.08: the softmax limits it"),
-    64: FlashConfig(2, 4, 64, 2, "gains 1.22, and its tensor cores are busy for 0.96 of the time"),
-    80: FlashConfig(2, 4, 48, 2, "gains 1.22"),
-    96: FlashConfig(2, 4, 32, 2, "gains 1.13; 48 keys spill 76 bytes and keep one CTA"),
-    128: FlashConfig(2, 4, 16, 2, "gains 1.11; with 32 keys 440 bytes spill"),
-    160: FlashConfig(1, 8, 48, 1, "gains 1.10"),
-    192: FlashConfig(1, 8, 32, 1, "gains 1.03: shared memory limits it"),
-    256: FlashConfig(1, 8, 16, 1, "gains 1.12, and 1.17 with 32 keys, where 40 bytes spill"),
+    40: FlashConfig(2, 4, 48, 2, _gains(1.08, "the softmax limits it")),
+    64: FlashConfig(2, 4, 64, 2, _gains(1.22, "tensor cores are busy for 0.95 of the time")),
+    80: FlashConfig(2, 4, 48, 2, _gains(1.23)),
+    96: FlashConfig(2, 4, 32, 2, _gains(1.13, "48 keys spill 76 bytes and keep one CTA")),
+    128: FlashConfig(2, 4, 16, 2, _gains(1.12, "with 32 keys 440 bytes spill")),
+    160: FlashConfig(1, 8, 48, 1, _gains(1.10)),
+    192: FlashConfig(1, 8, 32, 1, _gains(1.03, "shared memory limits it")),
+    256: FlashConfig(1, 8, 16, 1, _gains(1.12, "1.17 with 32 keys, where 40 bytes spill")),
 }
 _HALF_SUMS_GATES = {
     40: Gates(0.71),
