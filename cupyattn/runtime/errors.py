@@ -37,7 +37,7 @@ class NotAnArray:
     __slots__ = ()
 
     NOT_AN_ARRAY: ClassVar[tuple[str, str]]
-    """What takes such an object, and what to do instead: the error's second and third part."""
+    """The second and third part of the error: what takes such an object, what to do instead."""
 
     __iter__ = None  # otherwise a loop would try [0], [1], ... and end at the first error
 

@@ -208,8 +208,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cupyattn.quantize_keys: (
         ("k",),
-        {"centre": None, "cu_seqlens": None, "rotary": None, "positions": None, "q": None,
-         "out": None},
+        {"centre": None, "cu_seqlens": None, "seqused_k": None, "rotary": None,
+         "positions": None, "q": None, "out": None},
     ),
     cupyattn.quantize_rows: (("x",), {"rotation": None, "out": None}),
     cupyattn.dequantize: (("weight",), {"dtype": None, "out": None, "workspace": None}),
