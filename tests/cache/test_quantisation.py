@@ -304,8 +304,9 @@ def test_positions_outside_of_the_tables_give_keys_that_are_not_finite(monkeypat
     monkeypatch.setattr(quantized_keys, "checks_values", lambda operands: False)
     k = KERNELS.put(keys_of(1, 6, 2, 64))
     positions = KERNELS.put(np.array([[0, 1, -1, 2, 3, 4]]))
+    tables = tuple(KERNELS.put(table) for table in cupyattn.rope_tables(3, 64))
     with KERNELS.running():
-        keys = quantize_keys(k, rotary=cupyattn.rope_tables(3, 64), positions=positions)
+        keys = quantize_keys(k, rotary=tables, positions=positions)
     assert_array_equal(np.isnan(KERNELS.get(keys.scales))[0, :, 0], [0, 0, 1, 0, 1, 1])
     assert np.isfinite(KERNELS.get(keys.centre)).all()
 

@@ -8,7 +8,6 @@ is left: the published utilisation at that clock, and the modelled one.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from cupyattn.turing import MACHINES, LoopFigures, Machine, analyse, row
 from cupyattn.turing.analysis import code_figures, main_loop
 from cupyattn.turing.sass import SassInstruction, disassemble, parse_listing
 
-TRITON = "3.2.0"
-"""The last release that uses Turing's tensor cores."""
 _TARGET = GPUTarget("cuda", TURING.number, WARP_SIZE)
 _DIVISIBLE = 16
 _FLOATS = frozenset(("lse_", "delta_"))
@@ -460,13 +457,6 @@ def _cells(each: Comparison) -> tuple[str, ...]:
         f"{each.difference:+.3f}" + ("" if figure.is_target else " (no target)"),
         figure.source,
     )
-
-
-def version() -> str:
-    """Return the version of Triton that is installed."""
-    found = re.match(r"[\d.]+", triton.__version__)
-    assert found is not None
-    return found[0]
 
 
 if __name__ == "__main__":
