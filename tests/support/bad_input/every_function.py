@@ -41,7 +41,7 @@ def attention() -> Iterator[Call]:
     yield Call(cupyattn.merge_attention, parts, out=(full(1, 3, 4, 8), full(1, 4, 3)))
     codes, scales = zeros("int8", 1, 3, 2, 8), zeros("float32", 1, 3, 2)
     keys = cupyattn.QuantizedKeys(codes, scales, full(1, 2, 8))
-    yield Call(cupyattn.quantize_keys, {"k": KEYS[None]}, out=keys)
+    yield Call(cupyattn.quantize_keys, {"k": KEYS[None]}, seqused_k=np.array([3]), out=keys)
 
 
 def kv_cache() -> Iterator[Call]:
