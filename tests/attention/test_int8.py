@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.devices import KERNELS, placed
+from support.devices import KERNELS, emulated, placed
 from support.search import deep, examples, wider
 from support.strategies import FRUGAL, LONGEST, RUN_TIME_OPTIONS, attention_problems
 from support.varlen import VarlenProblem, varlen_problems
@@ -313,6 +313,10 @@ def test_explain_says_what_is_gained_and_lost():
     assert "attention_forward_int8" in text
     assert "gained: " in text
     assert "lost: " in text
+    shapes = [((1, 20, 1, 64), "float16")] * 3
+    with emulated(90):
+        on_newer = str(cupyattn.explain(cupyattn.attention, *shapes, implementation="int8"))
+    assert "not faster here" in on_newer
 
 
 @dataclass(frozen=True)

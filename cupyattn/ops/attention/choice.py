@@ -203,8 +203,9 @@ def _choose_int8(
     vec = whole_vectors(vector_items("float16"), problem, laid, ("q", "v", "out"))
     together = interleaving(problem, traits)
     how: tuple[Any, ...] = ((), together, row, options, vec)
-    sums = (HALF_SUMS,) if problem.options.accumulator == "float16" else ()
-    return ForwardChoice("int8", (*int8.REASONS, *sums), problem, laid, *how)
+    reasons = int8.reasons(traits)
+    reasons += (HALF_SUMS,) if problem.options.accumulator == "float16" else ()
+    return ForwardChoice("int8", reasons, problem, laid, *how)
 
 
 HALF_SUMS = "sums of a tile of keys are float16: accumulator='float16' was passed"

@@ -468,7 +468,7 @@ def _family_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> str:
 def _reasons_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> tuple[str, ...]:
     """Return the reasons for the kernels of prompts."""
     if isinstance(problem.layouts, QuantizedPagedArrays):
-        return int8.REASONS
+        return int8.reasons(traits)
     kernels = "float32" if _family_of_prompts(problem, traits) == "float32" else "tensor_core"
     dims = problem.head_dim, problem.head_dim_v
     return (arithmetic(kernels, problem.dtype.name, dims, traits),)

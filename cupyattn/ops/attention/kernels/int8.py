@@ -10,6 +10,7 @@ from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.modifiers import modified
 from cupyattn.ops.attention.kernels.options import EACH_OPTION, PLAIN, FlashOptions
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.spec import Gates, KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import limit_of, option_macros, round_up, with_gates
@@ -21,6 +22,12 @@ REASONS = (
     "softmax_scale sqrt((a^2 |k - centre|^2 + b^2 |q|^2) / 12), with the rows' steps a and b",
 )
 """Reasons of a call, for `cupyattn.explain`."""
+NOT_NATIVE = (
+    "not faster here: this is code for 7.5, and an H200 has 294 TFLOP/s with it and 392 with the "
+    "exact kernel for 8.0 and later (causal 256 and 369; head dim 64, 2026-11-29)"
+)
+"""A reason too, where the exact kernels have code of their own for the GPU."""
+
 DECODE_REASONS = (
     "gained: keys are read in int8, half of the bytes of float16",
     "lost: k - centre keeps 127 steps to each side of 0 in a row, so a score errs by about "
@@ -28,6 +35,11 @@ DECODE_REASONS = (
 )
 """Reasons of a decoding call over int8 keys."""
 _OPTION_MACROS = tuple(name for name in FlashOptions._fields if name != "dropout")
+
+
+def reasons(traits: DeviceTraits) -> tuple[str, ...]:
+    """Return the reasons of a call on a device."""
+    return (*REASONS, NOT_NATIVE) if traits.native else REASONS
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,9 @@ def _models(utilisation: float, on_t4: float, on_rtx: float, others: str) -> str
 # does, head dims 64 and 128 model 0.71 and 0.77. An H200 that runs the same code (CUPYATTN_ARCH=75,
 # 4 x 4,096 tokens of 2,048 features, 2026-11-28) has 291 TFLOP/s at head dim 64, and 281 with tiles
 # brought to L2 two ahead; 295 at 128, and 261 without; the float16 kernel has 289 and 242. (Without
-# them 128 models 1.25 and 1.46 of the exact kernel's rate.)
+# them 128 models 1.25 and 1.46 of the exact kernel's rate.) With quantize_keys, 44 us there, it is
+# 287 at 64 and 290 at 128, causal 242 and 263, where the float16 kernel has 287 and 249, causal 261
+# and 245 (2026-11-29): a causal call has half of the tiles, all of the edges and of that pass.
 _TURING = {
     64: Int8Config(2, 4, 64, 2, _models(0.72, 1.10, 1.52, "0.71 with 48 keys, 0.66 with 32")),
     96: Int8Config(2, 4, 32, 2, _models(0.68, 1.07, 1.30, "0.66 with 24 keys, 0.50 with 16")),
@@ -126,19 +140,13 @@ def _gains(on_rtx: float, others: str = "") -> str:
 
 
 # With float16 accumulators, by the same model. Over nine start offsets head dims 64, 96 and 128
-# have 2.00, 1.62 and 1.89 of the exact kernel's rate in the mean. At 96 and 128 two softmaxes a
-# tile halve the registers of scores, so that longer tiles do not spill, and their sums are added to
-# float32 ones less often.
+# have 2.00, 1.77 and 1.89 of the exact kernel's rate in the mean. At 128 two softmaxes a tile halve
+# the registers of scores, so that longer tiles do not spill, and their sums are added to float32
+# ones less often. At 96 they model 0.67 to 0.78 of the tensor cores, by start offset, for 0.80 to
+# 0.81 (RTX 2080 Ti); an H200 has 271 TFLOP/s with them and 273 without (2026-11-29).
 _TURING_HALF_SUMS = {
     64: Int8Config(2, 4, 64, 2, _gains(1.96)),
-    96: Int8Config(
-        2,
-        4,
-        48,
-        2,
-        _gains(1.62, "1.77 in one softmax, where 204 bytes spill, 16 in the loop"),
-        steps=2,
-    ),
+    96: Int8Config(2, 4, 48, 2, _gains(1.77, "1.62 in two softmaxes; 16 bytes spill in the loop")),
     128: Int8Config(
         2, 4, 32, 2, _gains(1.91, "1.50 with 16 keys in one softmax, 1.56 with 32"), steps=2
     ),
@@ -147,7 +155,7 @@ _TURING_HALF_SUMS = {
 }
 _HALF_SUMS_GATES = {
     64: Gates(0.82, 128, kernels=0.77),
-    96: Gates(0.74, 64),
+    96: Gates(0.78, 208),
     128: Gates(0.69, 64),
     192: Gates(0.65, 32),
     256: Gates(0.66, 64),
