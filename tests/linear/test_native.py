@@ -239,6 +239,37 @@ def test_quantised_weights_are_within_bounds(shape, problem, instructions):
     assert len(instructions) >= 2
 
 
+@pytest.mark.parametrize(
+    ("weights", "factor"),
+    [
+        ("nf4", 1e30),
+        ("int8", 1e-25),
+        *deep(
+            *itertools.product(("nf4", "int8"), (1e-9, 7e4, 1e35)),
+            *itertools.product(("int4", "q4_1", "q4_k"), (1e-5, 3e4)),
+        ),
+    ],
+)
+def test_bfloat16_holds_weights_that_float16_cannot(weights, factor, instructions):
+    """Some blocks have weights times `factor`; the bounds of tiny weights are relative to them."""
+    x, w, _ = quantised(33, 64, 256, weights, dtype="bfloat16").arrays()
+    above = w.scales if w.super_scales is None else w.super_scales
+    first = above if weights in ("nf4", "int8") else above[..., :1]
+    first[: 40 if factor > 1 else None] *= first.dtype.type(factor)
+    dout = x[:, : w.shape[1]]
+    exact = reference.linear(x.astype(np.float64), w)[0]
+    exact_dx = reference.linear_backward(dout.astype(np.float64), x.astype(np.float64), w).dx
+    with EMULATED.running(), tensor_core_alone("few"):
+        out = cupyattn.linear(x, w)
+        dx = cupyattn.linear_backward(dout, x, w).dx
+    assert np.isfinite(exact).all() and np.isfinite(exact_dx).all()
+    bounds = reference.linear_bound(x, w, dtype="bfloat16")[0]
+    assert 0 < reference.error_ratio(out, exact, bounds) <= 1
+    assert bounds.sum() <= np.abs(exact).sum() / 4
+    bounds = reference.linear_backward_bound(dout, x, w, dtype="bfloat16").dx
+    assert 0 < reference.error_ratio(dx, exact_dx, bounds) <= 1
+
+
 # --- int8
 
 

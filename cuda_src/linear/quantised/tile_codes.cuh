@@ -1,7 +1,7 @@
-// Eight neighbouring weights of a row from their codes, in float16 for tensor cores, or in bfloat16 from there.
+// Eight neighbouring weights of a row from their codes, in float16 or bfloat16 for tensor cores.
 //
-// Their error is bounded in cupyattn/ops/linear/bounds.py (weight_error): integers are exact, by placing a code in the
-// mantissa of 1024; a product and a sum that follow round once each.
+// Their error is bounded in cupyattn/ops/linear/bounds.py (weight_error). In float16, integers are exact, by placing a
+// code in the mantissa of 1024; a product and a sum that follow round once each.
 #pragma once
 
 #include "../../common/pack.cuh"
@@ -136,45 +136,123 @@ struct HalfWeights<Nf4> {
     return above & upper | below & ~upper;
   }
 
-  __device__ __forceinline__ static uint4 eight(const uint32 (&words)[1], const HalfNumbers& numbers) {
-    const uint32 word = words[0], selectors = word & 0x77777777u;
-    uint32 pairs[4];
+  // Call each(i, pair) for the pairs of entries of the eight codes of a word.
+  template <typename Each>
+  __device__ __forceinline__ static void each_pair(uint32 word, const Each& each) {
+    const uint32 selectors = word & 0x77777777u;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint32 selector = selectors >> 16 * i;
       const uint32 upper = prmt(word, word << 4, i ? 0xbfae : 0x9d8c);
       const uint32 low = looked_up<0>(selector, upper), high = looked_up<8>(selector, upper);
       // An even k is in the high nibble of a byte.
-      pairs[2 * i] = mul_f16x2(prmt(low, high, 0x4051), numbers.scale);
-      pairs[2 * i + 1] = mul_f16x2(prmt(low, high, 0x6273), numbers.scale);
+      each(2 * i, prmt(low, high, 0x4051));
+      each(2 * i + 1, prmt(low, high, 0x6273));
     }
+  }
+
+  __device__ __forceinline__ static uint4 eight(const uint32 (&words)[1], const HalfNumbers& numbers) {
+    uint32 pairs[4];
+    each_pair(words[0], [&](int i, uint32 pair) { pairs[i] = mul_f16x2(pair, numbers.scale); });
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 };
 
-// Eight numbers of float16 as Scalar.
-template <typename Scalar>
-__device__ __forceinline__ uint4 rounded(const uint4& halves) {
-  const uint32 words[4] = {halves.x, halves.y, halves.z, halves.w};
-  uint32 own[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float2 pair = unpack_halves(words[i]);
-    own[i] = pack_pair<Scalar>(pair.x, pair.y);
-  }
-  return make_uint4(own[0], own[1], own[2], own[3]);
-}
-template <>
-__device__ __forceinline__ uint4 rounded<float16>(const uint4& halves) {
-  return halves;
-}
-
-// Weights 8 i to 8 i + 7 of a run.
+// The numbers that decode a block's weights in float32: code * scale + shift, for the code as eight() makes it.
+//
+// With bfloat16 a weight is computed in float32, which has the same exponents, and rounded once: float16 would lose
+// weights beyond 65504 and below 2^-25. A code is placed in the mantissa of a float whose lowest used bit counts one.
 template <typename Format>
+struct FloatWeights;
+
+// The code is 128 + q: shift includes -128 scale, and is rounded in float32.
+struct FloatCodes {
+  static constexpr float kMagic = 128.f;  // of whose bits only the highest byte is not 0, so that a PRMT places a code
+
+  __device__ __forceinline__ static void eight(float (&weights)[8], const uint32 (&words)[1],
+                                               const BlockNumbers& numbers) {
+    const uint32 codes[2] = {words[0] & 0x0f0f0f0fu, words[0] >> 4 & 0x0f0f0f0fu};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32 code = prmt(codes[i % 2], __builtin_bit_cast(uint32, kMagic), 0x7044 | i / 2 << 8);
+      weights[i] = __fmaf_rn(__uint_as_float(code), numbers.scale, numbers.shift);
+    }
+  }
+};
+
+template <>
+struct FloatWeights<Q4_1> : FloatCodes {
+  __device__ __forceinline__ static BlockNumbers numbers(const Run<Q4_1>& run) {
+    const float2 own = unpack_halves(run.scale);
+    return {own.x, __fmaf_rn(-kMagic, own.x, own.y)};
+  }
+};
+
+template <>
+struct FloatWeights<Q4_K> : FloatCodes {
+  __device__ __forceinline__ static BlockNumbers numbers(const Run<Q4_K>& run) {
+    const float2 above = unpack_halves(run.above);
+    const float scale = above.x * static_cast<float>(run.scale & 0xff);
+    return {scale, -__fmaf_rn(kMagic, scale, above.y * static_cast<float>(run.scale >> 8 & 0xff))};
+  }
+};
+
+template <>
+struct FloatWeights<Int4> : FloatCodes {
+  __device__ __forceinline__ static BlockNumbers numbers(const Run<Int4>& run) {
+    const float2 own = unpack_halves(run.scale);
+    return {own.x, -(kMagic + own.y) * own.x};
+  }
+};
+
+// The difference to 2^23 + 128 is exact. Times a scale, 2^23 + 128 would be rounded, and might overflow.
+template <>
+struct FloatWeights<Int8> {
+  static constexpr float kMagic = 0x1p23f;
+
+  __device__ __forceinline__ static BlockNumbers numbers(const Run<Int8>& run) {
+    return {__uint_as_float(run.scale), 0.f};
+  }
+  __device__ __forceinline__ static void eight(float (&weights)[8], const uint32 (&words)[2],
+                                               const BlockNumbers& numbers) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32 unsigned_codes = words[i / 4] ^ 0x80808080u;  // q + 128
+      const uint32 code = prmt(unsigned_codes, __builtin_bit_cast(uint32, kMagic), 0x7440 | i % 4);
+      weights[i] = __fmul_rn(__fadd_rn(__uint_as_float(code), -(kMagic + 128.f)), numbers.scale);
+    }
+  }
+};
+
+// The codebook is the one in float16.
+template <>
+struct FloatWeights<Nf4> {
+  __device__ __forceinline__ static BlockNumbers numbers(const Run<Nf4>& run) {
+    return {__uint_as_float(run.scale), 0.f};
+  }
+  __device__ __forceinline__ static void eight(float (&weights)[8], const uint32 (&words)[1],
+                                               const BlockNumbers& numbers) {
+    HalfWeights<Nf4>::each_pair(words[0], [&](int i, uint32 pair) {
+      const float2 entries = unpack_halves(pair);
+      weights[2 * i] = entries.x * numbers.scale;
+      weights[2 * i + 1] = entries.y * numbers.scale;
+    });
+  }
+};
+
+// Weights 8 i to 8 i + 7 of a run, as Scalar.
+template <typename Scalar, typename Format>
 __device__ __forceinline__ uint4 eight_weights(const Run<Format>& run, int i) {
   constexpr int kWords = Format::kBits / 4;
   uint32 words[kWords];
 #pragma unroll
   for (int word = 0; word < kWords; word++) words[word] = run.codes[i * kWords + word];
-  return HalfWeights<Format>::eight(words, HalfWeights<Format>::numbers(run));
+  if constexpr (kNarrowRange<Scalar>) {
+    return HalfWeights<Format>::eight(words, HalfWeights<Format>::numbers(run));
+  } else {
+    float w[8];
+    FloatWeights<Format>::eight(w, words, FloatWeights<Format>::numbers(run));
+    return make_uint4(pack_pair<Scalar>(w[0], w[1]), pack_pair<Scalar>(w[2], w[3]), pack_pair<Scalar>(w[4], w[5]),
+                      pack_pair<Scalar>(w[6], w[7]));
+  }
 }

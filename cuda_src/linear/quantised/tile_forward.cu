@@ -4,9 +4,8 @@
 // Shapes    x (M, K), rows contiguous; w (K, N) as codes (N, K) with blocks of k (formats.cuh); with PAIRED, N is 2 n,
 //           the columns of a gate, then those of up. All other arrays as in tensor_core/forward.cu.
 // Tiles, grid, barriers, epilogue: as in tensor_core/forward.cu. Only the loader of w differs: a thread fetches the
-// codes
-//           and the scale of 16 weights of a column, and stores them as float16 (tile_loader.cuh).
-// Budget    as in tensor_core/forward.cu; 3 to 5 registers of w are in flight, and 16 weights take 50 to 70
+//           codes and the scale of 16 weights of a column, and stores them as DTYPE (tile_loader.cuh).
+// Budget    as in tensor_core/forward.cu; 3 to 5 registers of w are in flight, and 16 weights take 45 to 85
 //           instructions a k-tile.
 // Edges     as in tensor_core/forward.cu; K is a multiple of TILE_INNER.
 #if !defined(DTYPE) || !defined(FORMAT) || !defined(ACTIVATION) || !defined(PAIRED)

@@ -1,5 +1,5 @@
-// The tile loader of a quantised weight: codes and scales to registers, and k-tiles later from there as float16 to
-// shared memory (operand_loader.cuh has the loader of an array).
+// The tile loader of a quantised weight: codes and scales to registers, and k-tiles later from there as weights
+// in 16 bits to shared memory (operand_loader.cuh has the loader of an array).
 //
 // A thread fetches runs of 16 neighbouring weights of a row of codes, which share a scale, and stores two chunks of
 // each. Rows of codes are columns of B (lines along the sum) or items of the sum (lines across it). Columns
@@ -57,7 +57,7 @@ struct QuantisedArrays {
   const float16* super_scales_g;
 };
 
-// The numbers are stored as Scalar: bfloat16 is rounded from float16.
+// The weights are stored as Scalar.
 template <typename Format, typename Tile_, typename Outer, int kThreads, typename Scalar>
 struct QuantisedLoader {
   using Tile = Tile_;
@@ -144,6 +144,6 @@ struct QuantisedLoader {
   // Piece i: chunk i % 2 of run i / 2, whose lowest bit the swizzle flips.
   __device__ __forceinline__ static void store(uint32 tile_s, const Fetched& run, int i) {
     const uint32 at = tile_s + Chunks::shared_distance(i / kStores);
-    st_shared_v4(at ^ i % kStores * kChunkBytes, rounded<Scalar>(eight_weights(run, i % kStores)));
+    st_shared_v4(at ^ i % kStores * kChunkBytes, eight_weights<Scalar>(run, i % kStores));
   }
 };

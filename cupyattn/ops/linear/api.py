@@ -199,10 +199,10 @@ def linear(
     bfloat16 and a quantised weight) read the weight once. On NumPy arrays a float32 BLAS computes
     the products, and for float64 arrays a float64 BLAS.
 
-    A quantised weight is dequantised inside the products, and never stored: on tensor cores to
-    float16 (then to x's dtype), where weights above 65000 may give NaN and those below 1e-7 are 0,
-    otherwise to float32. A rotated weight takes a rotated x: blocks of 64 items are summed in
-    float32 and rounded to the dtype, where 64 items of one size become one of 8 times the size.
+    A quantised weight is dequantised inside the products, and never stored: on tensor cores to x's
+    dtype, otherwise to float32. In float16, weights above 65000 may give NaN and those below 1e-7
+    are 0, except in skinny products. A rotated weight takes a rotated x: blocks of 64 items are
+    summed in float32 and rounded to the dtype, where 64 equal items become one of 8 times the size.
 
     With ``activations="int8"`` the sums are exact in int32, on tensor cores for every dtype of x.
     A GPU without tensor cores, and every GPU for a few rows (below 112, on GeForce below 48),
@@ -382,7 +382,7 @@ def linear_backward(
     -----
     With z = x w + b and dz = dout * activation'(z): dx = dz w^T, dw = x^T dz, and db is the sum of
     dz over rows. Products in float32 arithmetic compute dz while they load their operands. For
-    products on tensor cores, dz is computed once, rounded to its dtype, in scratch memory.
+    products on tensor cores, dz is computed once, rounded to x's dtype, in scratch memory.
 
     Examples
     --------

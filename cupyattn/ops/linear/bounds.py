@@ -33,9 +33,8 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
   the dtype. S is the steepest slope of f'. It is at most 0.8 for all activations but relu, whose
   derivative jumps at 0: there all of |dout| is uncertain.
 - For a quantised weight, w is the exact number of each code. Kernels multiply with weights that err
-  by ew (`weight_error`: up to 3 2^-11 |w| on tensor cores, where they are float16, and 2^-8 |w|
-  more for bfloat16). It adds |x| ew
-  to dz, and (|dz| + e) ew^T to dx.
+  by ew (`weight_error`: on tensor cores up to 3 2^-11 |w| in float16, and about 2^-8 |w| in
+  bfloat16). It adds |x| ew to dz, and (|dz| + e) ew^T to dx.
 - For a rotated weight, both products are those of the rotated x and w: x H / 8 errs by ex = 7 u32
   sum |x| / 8 of its block of 64, and by its rounding to the dtype, which adds ex (|w| + ew) to dz.
   dx is rounded to the dtype, then rotated: its errors and 7 u32 |dx| add up over a block, times 1 /
@@ -59,12 +58,14 @@ from numpy.typing import DTypeLike
 
 from cupyattn.ops.activations.bounds import activation_error, derivative_error
 from cupyattn.ops.linear.reference import (
+    _CODEBOOK_ROUNDING,
     _HALF,
     _ROUNDINGS,
     _SMALLEST_HALF,
     GATES,
     LinearGrads,
     _cancelling_terms,
+    _steps,
     activated,
     activated_slope,
     dequantised_rows,
@@ -82,24 +83,31 @@ def weight_error(weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
     """Return the error bound of a kernel's weights, in float64, of the weight's shape.
 
     In float32 arithmetic, weights are computed with at most as many roundings as in the reference.
-    On tensor cores they are float16, with `_ROUNDINGS` of the weight itself. For "q4_k", scale and
+    On tensor cores float16 weights have `_ROUNDINGS` of the weight itself. For "q4_k", scale and
     offset are rounded too, before they cancel each other. An underflow loses 2^-25 in each rounding
     of a scale, times a code of at most 15 ("int8" keeps 128 times its scale). Skinny kernels add up
-    codes and shifts separately: if these cancel, the roundings of both sums remain. For bfloat16,
-    weights on tensor cores are rounded once more, from float16.
+    codes and shifts separately: if these cancel, the roundings of both sums remain.
+
+    On tensor cores bfloat16 weights are computed in float32 and rounded once. The codebook of "nf4"
+    is in float16. Formats with a shift have a shift of 128 more scales, of which two roundings
+    remain.
     """
     weight = with_expanded_scales(weight)
     values = np.abs(dequantised_rows(weight).astype(np.float64))
     terms = _cancelling_terms(weight)
-    if _name(dtype) != "float32":
+    name = _name(dtype)
+    if name == "float16":
         errors = (1 + _HALF) * _ROUNDINGS[weight.format] * _HALF * values + 32 * _SMALLEST_HALF
-        errors += 2 * (weight.inner + 16) * 2.0**-24 * terms
+        errors += 2 * (weight.inner + 16) * U32 * terms
         if weight.format == "q4_k":
             errors += _HALF * terms
-        if _name(dtype) == "bfloat16":
-            errors += precision_of(dtype).store(values + errors)
     else:
-        errors = 4 * 2.0**-24 * terms
+        errors = 4 * U32 * terms
+    if name == "bfloat16":
+        if weight.format == "nf4":
+            errors += _CODEBOOK_ROUNDING * _HALF * values
+        errors += 2 * U32 * 128 * _steps(weight)
+        errors += precision_of(dtype).store(values + errors)
     return errors if weight.transposed else errors.T
 
 

@@ -249,11 +249,12 @@ def dequantised_rows(weight: QuantizedWeight, rows: slice = slice(None)) -> np.n
     return dequantize(weight.format, *arrays, weight.block_size)
 
 
+_CODEBOOK_ROUNDING = 0.67
 # Roundings to float16 between the arrays and a weight on tensor cores. Each loses up to 2^-11.
 # "nf4": the codebook (at most 0.67 of that), the scale, which is float32, and their product.
 # "int8": scale and product. "int4": the zero point's fraction times the scale, and the weight.
 # "q4_1" and "q4_k": one fused multiply-add.
-_ROUNDINGS = {"nf4": 2.67, "int8": 2, "int4": 2, "q4_1": 1, "q4_k": 1}
+_ROUNDINGS = {"nf4": 2 + _CODEBOOK_ROUNDING, "int8": 2, "int4": 2, "q4_1": 1, "q4_k": 1}
 _HALF = 2.0**-11
 _SMALLEST_HALF = 2.0**-25
 
@@ -270,6 +271,22 @@ def _cancelling_terms(weight: QuantizedWeight) -> np.ndarray:
         signs = np.array([1, -1], np.float16)
         exact = replace(weight, super_scales=abs(weight.super_scales) * signs)
     return np.abs(dequantised_rows(exact).astype(np.float64))
+
+
+def _steps(weight: QuantizedWeight) -> np.ndarray:
+    """Return how far weights of neighbouring codes are apart, in float64 (rows, K).
+
+    It is 0 for the formats without a shift.
+    """
+    scale_alone = np.array([1, 0], np.float16)
+    ones = replace(weight, codes=np.full_like(weight.codes, 0x11))
+    if weight.super_scales is not None:
+        ones = replace(ones, super_scales=weight.super_scales * scale_alone)
+    elif weight.format in ("int4", "q4_1"):
+        ones = replace(ones, scales=weight.scales * scale_alone)
+    else:
+        return np.zeros(())
+    return np.abs(dequantised_rows(ones).astype(np.float64))
 
 
 def quantised_product(a: np.ndarray, weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
