@@ -15,6 +15,7 @@ from numpy.testing import assert_array_equal
 from support.devices import KERNELS, dtype_of, without_tensor_cores
 from support.linear_problems import (
     LinearProblem,
+    always,
     backward_ratio,
     forget_plans,
     forward_ratio,
@@ -30,7 +31,7 @@ from cupyattn.ops.linear.kernels_rows import ROW_CODES
 from cupyattn.ops.linear.plan import forward_call, forward_plan
 from cupyattn.ops.linear.problem import LinearArrays, RowFormat, weight_fields
 from cupyattn.ops.linear.reference import int8_sums, quantize_rows, rotated
-from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
+from cupyattn.ops.linear.tiles import TensorCoreProduct
 from cupyattn.reference import error_ratio
 from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.device.traits import DeviceTraits
@@ -176,7 +177,7 @@ def test_rotation_spreads_an_outlier():
 def tile(shape: str) -> Iterator[None]:
     """Inside, products have this tile."""
     with KERNELS.running(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, 1))
+        patch.setattr(TensorCoreProduct, "tiling", always(shape))
         forget_plans()
         yield
     forget_plans()
@@ -185,8 +186,7 @@ def tile(shape: str) -> Iterator[None]:
 def case(
     rows: int, outer: int, inner: int, activation: str | None = None, **options: Any
 ) -> LinearProblem:
-    rotated_axis = outer if options.get("transposed") else inner
-    rotation = 64 if rotated_axis % 64 == 0 else None
+    rotation = 64 if (outer if options.get("transposed") else inner) % 64 == 0 else None
     options = {"dtype": "float16", "rotation": rotation} | options
     return LinearProblem((rows,), inner, outer, activation=activation, weights="int8", **options)
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import KERNELS, emulated, has_mma, without_tensor_cores
+from support.linear_problems import always
 from support.search import deep, examples
 
 import cupyattn
@@ -22,7 +23,7 @@ from cupyattn.ops.linear import kernels_matmul as kernels
 from cupyattn.ops.linear import plan_matmul as plans
 from cupyattn.ops.linear.api_matmul import described_matmul, product_by
 from cupyattn.ops.linear.plan_matmul import MatmulArrays, MatmulProblem, matmul_plan
-from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
+from cupyattn.ops.linear.tiles import TensorCoreProduct
 from cupyattn.runtime.arch import arch_of
 from cupyattn.runtime.arrays import adopt, dtype_of
 from cupyattn.runtime.compile import compile_ptx
@@ -58,7 +59,7 @@ def entries(*arrays: Any, **options: Any) -> list[str]:
 @pytest.fixture
 def tile(monkeypatch, request):
     """Use the tile of the test's parameter, whatever the sizes."""
-    monkeypatch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(request.param, 1))
+    monkeypatch.setattr(TensorCoreProduct, "tiling", always(request.param))
     matmul_plan.cache_clear()
     yield request.param
     matmul_plan.cache_clear()

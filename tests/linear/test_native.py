@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from support import linear_problems as problems
 from support.devices import EMULATED
 from support.linear_problems import (
     LinearProblem,
+    always,
     backward_ratio,
     forget_plans,
     forward_ratio,
+    forward_steps,
     linear_problems,
     tensor_core_alone,
 )
+from support.quantised_weights import of_usual_size
 from support.search import deep, examples
 
 import cupyattn
@@ -30,10 +34,10 @@ from cupyattn.ops.linear import (
     kernels_quantised_tile,
     kernels_tensor_core,
 )
-from cupyattn.ops.linear.native_tiles import NATIVE_TILES
-from cupyattn.ops.linear.plan import forward_call, forward_plan
-from cupyattn.ops.linear.problem import LinearArrays
-from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
+from cupyattn.ops.linear.api_matmul import described_matmul
+from cupyattn.ops.linear.native_tiles import DECODING_TILES, NATIVE_TILES
+from cupyattn.ops.linear.plan_matmul import MatmulArrays, matmul_plan
+from cupyattn.ops.linear.tiles import TensorCoreProduct
 from cupyattn.runtime.arch import ARCH_VARIABLE, ARCHS, Arch, arch_of
 from cupyattn.runtime.arrays import adopt, dtype_of
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
@@ -47,6 +51,7 @@ from cupyattn.testing import MatmulCase, assert_within_bounds, expected
 pytestmark = pytest.mark.nvrtc
 
 H200, A100, T4 = DeviceTraits(90, 132), DeviceTraits(80, 108), DeviceTraits(75, 40)
+RTX3080 = DeviceTraits(86, 68)
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +161,16 @@ def test_parts_of_a_long_sum_are_within_bounds(dtype, instructions):
     ids=str,
 )
 def test_batches_are_within_bounds(shape, case, instructions, monkeypatch):
-    monkeypatch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, 1))
+    monkeypatch.setattr(TensorCoreProduct, "tiling", always(shape))
     with EMULATED.running():
         arrays = case.arrays()
         assert_within_bounds(cupyattn.matmul(*arrays), *expected(cupyattn.matmul, *arrays))
 
 
-@pytest.mark.parametrize("turned", [False, *deep(True)])
-def test_no_memory_access_is_wasted(turned, instructions):
+@pytest.mark.parametrize("transposed", [False, *deep(True)])
+def test_no_memory_access_is_wasted(transposed, instructions):
     """Copies and ldmatrix touch every bank once, and copies fetch whole sectors."""
-    problem = case(128, 256, 128, "bfloat16", transposed=turned, biased=False)
+    problem = case(128, 256, 128, "bfloat16", transposed=transposed, biased=False)
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone("wide"):
         cupyattn.linear(*problem.arrays()[:2])
@@ -286,7 +291,7 @@ INT8 = [
 @pytest.mark.parametrize(("shape", "problem"), INT8, ids=str)
 def test_int8_rows_and_weights_are_within_bounds(shape, problem, instructions, monkeypatch):
     instructions.clear()
-    monkeypatch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, 1))
+    monkeypatch.setattr(TensorCoreProduct, "tiling", always(shape))
     x, w, b = problem.arrays()
     rows = cupyattn.quantize_rows(x, rotation=w.rotation)
     options = {"activation": problem.activation}
@@ -317,7 +322,7 @@ def test_int8_rows_and_weights_are_within_bounds(shape, problem, instructions, m
 def test_batches_of_int8_are_exact(shape, case, native, instructions, monkeypatch):
     """Operands that are not contiguous along the sum keep the instruction of Turing."""
     instructions.clear()
-    monkeypatch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, 1))
+    monkeypatch.setattr(TensorCoreProduct, "tiling", always(shape))
     with EMULATED.running():
         arrays = case.arrays()
         assert_within_bounds(cupyattn.matmul(*arrays), *expected(cupyattn.matmul, *arrays))
@@ -330,10 +335,13 @@ def test_batches_of_int8_are_exact(shape, case, native, instructions, monkeypatc
 # --- which kernels run
 
 
+def zeros(dtype: str, *shape: int) -> np.ndarray:
+    return np.zeros(shape, dtype_of(dtype))
+
+
 def steps_of(traits: DeviceTraits, rows: int, inner: int, dtype: str, outer: int = 512) -> list:
-    x, w = np.zeros((rows, inner), dtype_of(dtype)), np.zeros((inner, outer), dtype_of(dtype))
-    call = forward_call(adopt(LinearArrays(x, w)), None, False, None)
-    return [step.specialisation for step in forward_plan(call, traits).steps]
+    steps = forward_steps(zeros(dtype, rows, inner), zeros(dtype, inner, outer), None, None, traits)
+    return [step.specialisation for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -368,12 +376,69 @@ def test_bfloat16_runs_on_tensor_cores_of_newer_devices(traits, rows, entry):
     assert steps_of(traits, rows, 512, "bfloat16")[0].spec.entry == entry
 
 
-@pytest.mark.parametrize(("inner", "copied"), [(512, True), (511, False)])
-def test_reasons_name_the_path(inner, copied):
+def explained(traits: DeviceTraits, *arrays: Any) -> tuple[list[str], list[str]]:
+    """Return the reasons for the kernels of a product, and those for their configurations."""
     choices = Explained()
-    (kernel,) = steps_of(A100._replace(choices=choices), 2048, inner, "bfloat16", outer=2048)
-    assert choices.reasons == ["forward: bfloat16 runs on tensor cores"]
-    assert ("cp.async keeps" in kernel.reason) == copied
+    traits = traits._replace(choices=choices)
+    x, w = arrays
+    if x.ndim == 2:
+        steps = forward_steps(x, w, None, None, traits)
+    else:
+        call = described_matmul(adopt(MatmulArrays(x, w)).description)
+        steps = matmul_plan(call, traits).steps
+    return choices.reasons, [step.specialisation.reason for step in steps]
+
+
+SINGLY = "lines that are no whole aligned vectors are loaded item by item"
+# Of one size of tile for arrays, and for codes that are decoded; and where cp.async does not copy.
+REASONS = {
+    "float16 at 90": (H200, "short", 512, None, "cp.async keeps 2 k-tiles of 64 in flight; for sh"),
+    "nf4 at 90": (H200, "small", 512, "nf4", "cp.async keeps 2 k-tiles of 32 in flight; for small"),
+    "float16 at 86": (
+        RTX3080,
+        "narrow",
+        512,
+        None,
+        "cp.async keeps 3 k-tiles of 32 in flight; for",
+    ),
+    "nf4 at 86": (
+        RTX3080,
+        "narrow",
+        512,
+        "nf4",
+        "cp.async keeps 3 k-tiles of 32 in flight; each w",
+    ),
+    "single items at 80": (A100, "narrow", 511, None, "single items pass registers"),
+    "single items at 75": (T4, "narrow", 511, None, "models 0.88; "),
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_reasons_name_the_path(kind):
+    traits, shape, inner, weights, reason = REASONS[kind]
+    w = of_usual_size(weights, 128, inner, 64) if weights else zeros("float16", inner, 128)
+    with tensor_core_alone(shape):
+        why, (found,) = explained(traits, zeros("float16", 300, inner), w)
+    assert found.startswith(reason)
+    item_by_item = f"{SINGLY}, not by cp.async" if traits.native else SINGLY
+    assert why == ["forward: float16 runs on tensor cores", *[item_by_item] * (inner == 511)]
+
+
+def test_reasons_of_batches_name_the_path():
+    arrays = zeros("float16", 2, 200, 511), zeros("float16", 2, 511, 200)
+    why, found = explained(A100, *arrays)
+    assert why == [f"{SINGLY}, not by cp.async", "float16 runs on tensor cores"]
+    assert found == ["single items pass registers"]
+
+
+def test_reason_of_transposed_int8_has_no_utilisation_of_turing():
+    arrays = zeros("int8", 2, 200, 512), zeros("int8", 2, 512, 200)
+    for traits, begin in (
+        (A100, "k-tiles pass registers, because cp.async does not transpose them"),
+        (T4, "models 0.68; "),
+    ):
+        _, (found,) = explained(traits, *arrays)
+        assert found.startswith(begin)
 
 
 # --- configurations
@@ -382,8 +447,9 @@ def test_reasons_name_the_path(inner, copied):
 @pytest.mark.parametrize("number", [number for number in ARCHS if number >= 80])
 def test_stages_fit_shared_memory(number):
     arch = arch_of(number)
-    batched = rows_for(kernels_matmul.CONFIGURATIONS, number).values()
-    for config in (*rows_for(NATIVE_TILES, number).values(), *batched):
+    tables = (NATIVE_TILES, kernels_matmul.CONFIGURATIONS, kernels_int8.FORWARDS)
+    rows = (rows_for(table, number) for table in tables)
+    for config in itertools.chain(DECODING_TILES.values(), *(row.values() for row in rows)):
         assert config.native
         found = arch.resident_ctas(config.threads, 1, config.shared_bytes)
         assert found >= config.ctas_per_sm, config

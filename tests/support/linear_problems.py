@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,6 +162,19 @@ def forget_plans() -> None:
     plan.backward_plan.cache_clear()
 
 
+def always(shape: Shape, splits: int = 1) -> Callable[..., Tiling]:
+    """Return a `TensorCoreProduct.tiling` that chooses a tile, whatever the sizes.
+
+    From sm_80 on arrays that this tile does not take have the last one of theirs.
+    """
+
+    def tiling(product: TensorCoreProduct, traits: DeviceTraits, **_: object) -> Tiling:
+        shapes = product.shapes(traits.arch)
+        return Tiling(shapes[-1] if traits.native and shape not in shapes else shape, splits)
+
+    return tiling
+
+
 @contextmanager
 def tensor_core_alone(shape: Shape | None = None, splits: int = 1) -> Iterator[None]:
     """Inside, small arrays too go to these kernels, whatever tile they would be given.
@@ -172,7 +185,7 @@ def tensor_core_alone(shape: Shape | None = None, splits: int = 1) -> Iterator[N
         patch.setattr(plan, "PLANS", kernels_tensor_core.PLANS)
         patch.setattr(plan, "QUANTISED_PLANS", kernels_quantised_tile.PLANS)
         if shape is not None:
-            patch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, splits))
+            patch.setattr(TensorCoreProduct, "tiling", always(shape, splits))
         forget_plans()
         yield
     forget_plans()

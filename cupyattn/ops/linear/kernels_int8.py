@@ -38,7 +38,7 @@ from cupyattn.ops.linear.tiles import (
 )
 from cupyattn.ops.linear.weight_formats import UNIT
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.device.traits import NATIVE_ARCH, DeviceTraits
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE
@@ -85,7 +85,7 @@ def _native(tiles: Mapping[Shape, TileConfig]) -> Mapping[Shape, TileConfig]:
     wide = tiles["wide"]
     halves = wide.tile_inner // 32
     wide = replace(wide, tile_inner=32, stages=wide.stages * halves)
-    return {**tiles, "wide": wide, "few": tiles["small"]}
+    return {**tiles, "wide": wide}
 
 
 FORWARDS: Mapping[int, Mapping[Shape, TileConfig]] = {
@@ -104,8 +104,8 @@ products with float32 sums run at half rate.
 
 
 def shapes_for(arch: int) -> tuple[Shape, ...]:
-    """Return the tiles to choose from; "few" is the smallest one from sm_80 on."""
-    return tuple(rows_for(NATIVE_TILES if arch >= NATIVE_ARCH else FORWARDS, arch))
+    """Return the tiles to choose from."""
+    return tuple(rows_for(FORWARDS, arch))
 
 
 @cache

@@ -38,8 +38,8 @@ from cupyattn.ops.linear.tiles import (
     Moves,
     Shape,
     TileConfig,
-    ampere_config,
     lines_macro,
+    single_config,
     specialise_tile,
 )
 from cupyattn.runtime.arch import TURING
@@ -167,29 +167,11 @@ _TURING: _Table = {
 }
 
 
-def _ampere(rows: _Table) -> _Table:
-    """Return configurations with two steps an instruction, as those of linear's products."""
-    moves = {
-        "tiny": (Moves(0, 1, 2), Moves(0, 1, 2)),
-        "skinny": (Moves(0, 1, 1), Moves(0, 0, 4)),
-    }
-    others: dict[Shape, Shape] = {"wide": "narrow", "short": "small"}
-    found = {}
-    for shape, lines in rows:
-        config = rows[others.get(shape, shape), lines]
-        if shape in moves:
-            a_moves, b_moves = moves[shape]
-            config = replace(config, mma_k=16, a_moves=a_moves, b_moves=b_moves)
-        else:
-            config = ampere_config(config, Moves(2, 1, 2))
-        found[shape, lines] = config
-    return found
-
-
 def _with_small_tiles(rows: _Table) -> _Table:
     """Return native configurations, and those of the smallest results and of few rows."""
-    tiny = native_config((64, 64, 32, 32, 32, 4), 3, 0.5)
-    skinny = native_config((32, 128, 32, 32, 32, 3), 3, 0.45)
+    why = "for the smallest results; four CTAs alternate"
+    tiny = native_config((64, 64, 32, 32, 32, 4), 3, 0.5, why)
+    skinny = native_config((32, 128, 32, 32, 32, 3), 3, 0.45, "for results of few rows")
     directions = (ALONG, B_ACROSS, ACROSS, A_ACROSS)
     return {
         **rows,
@@ -205,14 +187,13 @@ _NATIVE = {
 }
 CONFIGURATIONS = {75: _TURING, **_NATIVE}
 """Configurations by architecture, then by the tile and the directions of the operands' lines."""
-SINGLE_CONFIGURATIONS = {75: _TURING, 80: _ampere(_TURING)}
-"""Configurations for arrays that are loaded by single items, which cp.async does not copy."""
 
 
 def config_of(arch: int, shape: Shape, lines: Lines, vec: int) -> TileConfig:
     """Return the configuration on tensor cores for arrays that are loaded `vec` items at a time."""
-    table = SINGLE_CONFIGURATIONS if vec == 1 else CONFIGURATIONS
-    return rows_for(table, arch)[shape, lines]
+    if vec == 1:
+        return single_config(arch, _TURING[shape, lines], Moves(2, 1, 2))
+    return rows_for(CONFIGURATIONS, arch)[shape, lines]
 
 
 PAIRS, TRANSPOSING, ITEMS = "PairLoader", "TransposingLoader", "ItemLoader"
@@ -258,12 +239,14 @@ def int8_config(arch: int, shape: Shape, loaders: tuple[str, str]) -> TileConfig
     config = INT8_TILES[shape]
     a_moves, b_moves = config.a_moves, config.b_moves
     a_ring, b_ring = (_RINGS[loader] for loader in loaders)
+    newer = "k-tiles pass registers, because cp.async does not transpose them"
     return replace(
         config,
         a_moves=a_moves._replace(ring=min(a_ring, a_moves.ring)),
         b_moves=b_moves._replace(ring=min(b_ring, b_moves.ring)),
         models=_INT8_TRANSPOSED.get(loaders, _INT8_ITEMS),
         loaded=_INT8_TRANSPOSED_LOADED if loaders in _INT8_TRANSPOSED else None,
+        why=newer if arch >= NATIVE_ARCH else None,
     )
 
 

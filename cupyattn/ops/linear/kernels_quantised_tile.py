@@ -7,7 +7,7 @@ and devices without tensor cores, compute in float32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from cupyattn.ops.linear.kernels_quantised import (
 from cupyattn.ops.linear.kernels_tensor_core import db_steps, dz, dz_for_dx
 from cupyattn.ops.linear.native_tiles import DECODING_TILES
 from cupyattn.ops.linear.problem import (
+    HALVES,
     IN_FLOAT32,
     ON_TENSOR_CORES,
     STRUCTS,
@@ -38,11 +39,11 @@ from cupyattn.ops.linear.tiles import (
     Shape,
     TensorCoreProduct,
     TileConfig,
-    ampere_config,
     forward_tiling,
     forward_vector,
     lines_macro,
     product_steps,
+    single_config,
     specialise_tile,
     split_forward,
     takes,
@@ -135,7 +136,7 @@ def _configs(
     of_256, of_128, of_64 = (
         (256, 128, 32, 64, 64, 1),
         (128, 128, 32, 64, 64, 2),
-        (_FEW, 128, 32, 32, 64, 2),
+        (64, 128, 32, 32, 64, 2),
     )
     return {
         ("narrow", True): TileConfig(*of_256, *narrow),
@@ -147,7 +148,6 @@ def _configs(
     }
 
 
-_FEW = 64  # rows of the smallest tile
 _ACROSS = 0.07  # of utilisation, at most: codes across the sum are loaded in more pieces
 
 # The utilisation and the slots are by the static model, as in kernels_tensor_core.py (NVRTC
@@ -216,18 +216,6 @@ _TURING: Mapping[str, _Table] = {
 }
 
 
-def _ampere(config: TileConfig) -> TileConfig:
-    """Return a configuration with two steps an instruction: the tile of few rows has 3 slots."""
-    if config.tile_rows > _FEW:
-        return ampere_config(config, Moves(1, 1, 1))
-    return replace(ampere_config(config, Moves(1, 0, 2)), a_moves=Moves(0, 1, 2))
-
-
-SINGLE_PRODUCTS = {
-    75: _TURING,
-    80: {name: {key: _ampere(row) for key, row in rows.items()} for name, rows in _TURING.items()},
-}
-"""Configurations for an x that is loaded by single items, which cp.async does not copy."""
 PRODUCTS = {
     75: _TURING,
     80: {
@@ -240,7 +228,9 @@ PRODUCTS = {
 
 def config_of(arch: int, name: str, shape: Shape, along: bool, vec: int) -> TileConfig:
     """Return the configuration of a format and a tile, for an x loaded `vec` items at a time."""
-    return rows_for(SINGLE_PRODUCTS if vec == 1 else PRODUCTS, arch)[name][shape, along]
+    if vec == 1:
+        return single_config(arch, _TURING[name][shape, along], Moves(1, 1, 1))
+    return rows_for(PRODUCTS, arch)[name][shape, along]
 
 
 def shapes_for(vec: int) -> tuple[Shape, ...]:
@@ -464,14 +454,10 @@ def _float_dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     return (float32.dx_step(draft, FLOAT_DX, vec=vec, **_float_weight(draft)),)
 
 
-_PLANS: Plans = (
-    LinearPlan("forward", ("float16",), _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
-    LinearPlan("dx", ("float16",), _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
-    LinearPlan("db", ("float16",), db_steps, ON_TENSOR_CORES, tensor_cores=True),
-)
 PLANS: Plans = (
-    *_PLANS,
-    *(replace(plan, dtypes=("bfloat16",), native=True) for plan in _PLANS),
+    LinearPlan("forward", HALVES, _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dx", HALVES, _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("db", HALVES, db_steps, ON_TENSOR_CORES, tensor_cores=True),
     LinearPlan("forward", tuple(STORAGE), _float_forward_steps, IN_FLOAT32),
     LinearPlan("dx", tuple(STORAGE), _float_dx_steps, IN_FLOAT32),
     LinearPlan("db", tuple(STORAGE), float32.db_steps, IN_FLOAT32),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.ops.linear.problem import (
+    HALVES,
     READS_ONCE,
     STRUCTS,
     ForwardDraft,
@@ -462,10 +463,8 @@ def _takes_rows(problem: ForwardProblem) -> bool:
     return problem.rows > 1 and _takes(problem)
 
 
-_HALF, _BFLOAT16 = ("float16",), ("bfloat16",)
 _REASON = READS_ONCE.format(most=MAX_ROWS)
 PLANS: Plans = (
-    LinearPlan("forward", _HALF, _forward_steps, _REASON, _is_row),
-    LinearPlan("forward", _HALF, _forward_steps, _REASON, _takes, tensor_cores=True),
-    LinearPlan("forward", _BFLOAT16, _forward_steps, _REASON, _takes_rows, native=True),
+    LinearPlan("forward", ("float16",), _forward_steps, _REASON, _is_row),
+    LinearPlan("forward", HALVES, _forward_steps, _REASON, _takes_rows, tensor_cores=True),
 )

@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyattn.ops.linear.native_tiles import NATIVE_TILES, native_rows
 from cupyattn.ops.linear.problem import (
+    HALVES,
     ON_TENSOR_CORES,
     STRUCTS,
     BackwardDraft,
@@ -34,11 +35,11 @@ from cupyattn.ops.linear.tiles import (
     Shape,
     TensorCoreProduct,
     TileConfig,
-    ampere_config,
     forward_tiling,
     forward_vector,
     lines_macro,
     product_steps,
+    single_config,
     specialise_tile,
     split_forward,
     split_sums,
@@ -149,24 +150,9 @@ _TURING_PRODUCT: _Table = {
 }
 
 
-def _ampere(rows: _Table) -> _Table:
-    """Return configurations with two steps an instruction.
-
-    Their fragments leave no registers for 64 x 96 accumulators.
-    """
-    others: dict[Shape, Shape] = {"wide": "narrow", "short": "small"}
-    return {
-        (shape, lines): ampere_config(rows[others.get(shape, shape), lines], Moves(2, 1, 2))
-        for shape, lines in rows
-    }
-
-
 FORWARDS = native_rows(_TURING_FORWARD)
 PRODUCTS = native_rows(_TURING_PRODUCT)
 """Configurations by architecture, then by the tile and the directions of the operands' lines."""
-SINGLE_FORWARDS = {75: _TURING_FORWARD, 80: _ampere(_TURING_FORWARD)}
-SINGLE_PRODUCTS = {75: _TURING_PRODUCT, 80: _ampere(_TURING_PRODUCT)}
-"""Configurations for arrays that are loaded by single items, which cp.async does not copy."""
 
 
 def shapes_for(arch: int, vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
@@ -184,10 +170,9 @@ def shapes_for(arch: int, vec: int, out_vec: int, lines: Lines) -> tuple[Shape, 
 
 def config_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines, vec: int) -> TileConfig:
     """Return the configuration of the forward or of a product of the backward."""
+    table = FORWARDS if kernel is FORWARD else PRODUCTS
     if vec == 1:
-        table = SINGLE_FORWARDS if kernel is FORWARD else SINGLE_PRODUCTS
-    else:
-        table = FORWARDS if kernel is FORWARD else PRODUCTS
+        return single_config(arch, table[TURING.number][shape, lines], Moves(2, 1, 2))
     return rows_for(table, arch)[shape, lines]
 
 
@@ -486,9 +471,8 @@ def gradient(draft: BackwardDraft) -> FormedGradient:
     return draft.formed
 
 
-_PLANS: Plans = (
-    LinearPlan("forward", ("float16",), _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
-    LinearPlan("dx", ("float16",), _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
-    LinearPlan("dw", ("float16",), _dw_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+PLANS: Plans = (
+    LinearPlan("forward", HALVES, _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dx", HALVES, _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dw", HALVES, _dw_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
 )
-PLANS: Plans = (*_PLANS, *(replace(plan, dtypes=("bfloat16",), native=True) for plan in _PLANS))

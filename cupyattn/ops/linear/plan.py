@@ -431,7 +431,7 @@ def _steps(product: str, draft: D) -> tuple[Step, ...]:
     # Without anything to sum over, K = 0, only the kernels that take everything are right.
     for entry in plans if problem.inner else kernels_float32.PLANS:
         fits = entry.product == product and problem.dtype.name in entry.dtypes
-        if fits and entry.runs(draft.traits) and entry.takes(problem):
+        if fits and entry.runs(draft.traits, problem.dtype.name) and entry.takes(problem):
             reason = entry.reason if problem.inner else "K = 0 leaves nothing to multiply"
             if product != "db" or problem.biased:
                 reason = reason.format(rows=problem.rows, dtype=problem.dtype.name)

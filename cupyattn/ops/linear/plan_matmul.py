@@ -32,7 +32,6 @@ from cupyattn.ops.linear.kernels_matmul import (
     tensor_core,
 )
 from cupyattn.ops.linear.kernels_tensor_core import ArrayProduct
-from cupyattn.ops.linear.native_tiles import has_mma
 from cupyattn.ops.linear.plan import MAX_EXTENT, _steps
 from cupyattn.ops.linear.problem import (
     IN_FLOAT32,
@@ -48,6 +47,7 @@ from cupyattn.ops.linear.tiles import (
     Lines,
     Shape,
     TileConfig,
+    item_by_item,
     tile_bytes,
 )
 from cupyattn.runtime.arrays import Layout
@@ -198,7 +198,7 @@ def _vector(matrix: Matrix, batch: Strides) -> int:
 
 @dataclass(frozen=True)
 class BatchedProduct(ArrayProduct):
-    """The products of a batch in float16, whose operands may have any strides."""
+    """The products of a batch in float16 or bfloat16, whose operands may have any strides."""
 
     items: int = field(kw_only=True)
     """Items of a load."""
@@ -314,12 +314,12 @@ def _step(problem: MatmulProblem, slots: tuple[int | None, ...], traits: DeviceT
     items = VECTOR_BYTES // problem.dtype.itemsize
     loaded = math.gcd(*map(_vector, (a, b), problem.strides), items)
     stored = _vector(out, problem.strides[2])
-    on_tensor_cores = has_mma(problem.dtype.name, traits)
+    on_tensor_cores = traits.multiplies(problem.dtype.name)
     if on_tensor_cores and max(tile_bytes(each, False) for each in (a, b)) >= OFFSET_BYTES:
         loaded = 1
     loaded = items if loaded == items else 1
     if loaded == 1:
-        traits.choices.because("lines that are no whole aligned vectors are loaded item by item")
+        traits.choices.because(item_by_item(traits))
     plan = _on_tensor_cores if on_tensor_cores else _in_float32
     return plan(problem, slots, traits, loaded, stored)
 

@@ -439,17 +439,15 @@ class LinearPlan(Generic[D]):
     """For `cupyattn.explain`, with {rows} and {dtype} of the problem."""
     takes: Callable[[Any], bool] = lambda problem: True
     tensor_cores: bool = False
-    """Whether its kernels need tensor cores."""
-    native: bool = False
-    """Whether its kernels need instructions of sm_80."""
+    """Whether its kernels need tensor cores that multiply the dtype."""
 
-    def runs(self, traits: DeviceTraits) -> bool:
-        """Tell whether a device has the instructions of the kernels."""
-        if self.native:
-            return traits.native
-        return traits.tensor_cores or not self.tensor_cores
+    def runs(self, traits: DeviceTraits, dtype: str) -> bool:
+        """Tell whether a device has the instructions of the kernels for one of the dtypes."""
+        return not self.tensor_cores or traits.multiplies(dtype)
 
 
+HALVES = ("float16", "bfloat16")
+"""The floats of 16 bits, which tensor cores multiply: bfloat16 from sm_80 on."""
 ON_TENSOR_CORES = "{dtype} runs on tensor cores"
 IN_FLOAT32 = "{dtype} runs in float32 arithmetic on this GPU"
 READS_ONCE = "M = {{rows}} is at most {most}, where the kernels read each weight once"

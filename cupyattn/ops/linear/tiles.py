@@ -18,7 +18,7 @@ from cupyattn.ops.linear.problem import (
     Matrix,
 )
 from cupyattn.runtime.arch import WARP_SIZE
-from cupyattn.runtime.device.traits import DeviceTraits
+from cupyattn.runtime.device.traits import NATIVE_ARCH, DeviceTraits
 from cupyattn.runtime.plan import Planner, Step
 from cupyattn.runtime.spec import (
     Gates,
@@ -117,6 +117,8 @@ class TileConfig:
     """K-tiles in shared memory."""
     native: bool = False
     """Whether cp.async copies k-tiles to shared memory, from sm_80 on, instead of registers."""
+    why: str | None = None
+    """Why newer devices have this tile; None for Turing's, whose utilisation is modelled."""
 
     @property
     def threads(self) -> int:
@@ -127,12 +129,12 @@ class TileConfig:
     @property
     def reason(self) -> str:
         """Why this tile exists."""
+        if self.why is None:
+            return f"models {self.gate:.2f}; {_REASONS[self.tile_rows, self.tile_columns]}"
         if self.native:
-            return (
-                f"cp.async keeps {self.stages - 1} k-tiles of {self.tile_inner} in flight; "
-                f"{_NATIVE_REASONS[self.tile_rows, self.tile_columns]}"
-            )
-        return f"models {self.gate:.2f}; {_REASONS[self.tile_rows, self.tile_columns]}"
+            ahead = f"cp.async keeps {self.stages - 1} k-tiles of {self.tile_inner} in flight"
+            return f"{ahead}; {self.why}"
+        return self.why
 
     @property
     def gate(self) -> float:
@@ -170,17 +172,6 @@ _REASONS = {
     (64, 64): "for the smallest results; four CTAs hide each other's loads and stores",
     (32, 128): "for results of few rows, which the loads of B bound",
 }
-_NATIVE_REASONS = {
-    (256, 192): "the largest tile: L2 and shared memory deliver a fifth less than for 128 x 256",
-    (128, 256): "for results that fill it better, or GPUs with less shared memory",
-    (256, 128): "each weight is decoded for 256 rows",
-    (128, 128): "for short sums, whose stores overlap the products of another CTA",
-    (64, 128): "for small results and few rows",
-    (64, 64): "for the smallest results; four CTAs alternate",
-    (32, 128): "for results of few rows",
-}
-"""The reasons for tiles with cp.async, by their rows and columns."""
-
 Shape = Literal["wide", "narrow", "small", "short", "few", "tiny", "skinny"]
 """Kinds of tiles.
 
@@ -191,9 +182,29 @@ products with the smallest results, or with few rows.
 """
 
 
-def ampere_config(config: TileConfig, b_moves: Moves) -> TileConfig:
-    """Return a configuration with two steps an instruction: 6 slots of twice the length."""
-    return replace(config, mma_k=16, a_sets=2, a_moves=Moves(0, 1, 4), b_moves=b_moves)
+def single_config(arch: int, turing: TileConfig, b_moves: Moves) -> TileConfig:
+    """Return the configuration for arrays that are loaded by single items.
+
+    cp.async does not copy these: newer devices have Turing's tile with two steps an instruction,
+    in 6 slots of twice the length.
+    """
+    if arch < NATIVE_ARCH:
+        return turing
+    a_moves = Moves(0, 1, 4)
+    return replace(
+        turing,
+        mma_k=16,
+        a_sets=2,
+        a_moves=a_moves,
+        b_moves=b_moves,
+        why="single items pass registers",
+    )
+
+
+def item_by_item(traits: DeviceTraits) -> str:
+    """Return the reason for loads of single items."""
+    found = "lines that are no whole aligned vectors are loaded item by item"
+    return f"{found}, not by cp.async" if traits.native else found
 
 
 def lines_macro(along: bool) -> str:
@@ -451,7 +462,7 @@ def product_steps(
     out, matrix = result
     added = added or matrix
     split, out_vec = tiling.splits > 1, whole_vector(matrix.vector, added.vector)
-    _explain_splits(traits, tiling)
+    _explain(traits, product, tiling)
     ctas, params = product.geometry(traits.arch, tiling)
     params["out_stride"], params["addend_stride"] = matrix.leading, added.leading
     specialisation = product.specialise(traits.arch, tiling.shape, out_vec, split=split)
@@ -480,7 +491,7 @@ def split_forward(
     """Plan a forward whose sum is split, perhaps in one part; the epilogue follows the sum."""
     problem, slots = draft.problem, draft.slots
     columns = problem.outer
-    _explain_splits(draft.traits, tiling)
+    _explain(draft.traits, product, tiling)
     ctas, params = product.geometry(draft.traits.arch, tiling)
     vec = whole_vector(problem.weight_columns)
     specialisation = product.specialise(draft.traits.arch, tiling.shape, vec, split=True)
@@ -502,7 +513,9 @@ def split_forward(
     )
 
 
-def _explain_splits(traits: DeviceTraits, tiling: Tiling) -> None:
+def _explain(traits: DeviceTraits, product: TensorCoreProduct, tiling: Tiling) -> None:
+    if product.vec == 1:
+        traits.choices.because(item_by_item(traits))
     if tiling.splits > 1:
         traits.choices.because(
             f"tiles do not fill the GPU evenly: {tiling.splits} CTAs split the sum of each"
@@ -518,6 +531,7 @@ def whole_forward(
 ) -> tuple[Step, ...]:
     """Plan a forward whose kernel has the epilogue: one launch."""
     problem, slots = draft.problem, draft.slots
+    _explain(draft.traits, product, tiling)
     ctas, params = product.geometry(draft.traits.arch, tiling)
     params["out_stride"] = problem.out.leading
     if problem.residual is not None:
