@@ -21,7 +21,8 @@ from cupyattn.benchmark.ceiling_kernels import CTAS_PER_SM, read_weight
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
 from cupyattn.benchmark.timer import READ, Round, Tensor
-from cupyattn.ops.linear.problem import ACTIVATIONS
+from cupyattn.ops.linear.plan import backward_call, backward_plan
+from cupyattn.ops.linear.problem import ACTIVATIONS, LinearBackwardArrays
 from cupyattn.ops.linear.weight_formats import (
     FORMATS,
     ROTATION,
@@ -30,10 +31,11 @@ from cupyattn.ops.linear.weight_formats import (
     empty,
     pieces,
 )
-from cupyattn.runtime.arrays import Array, dtype_of
+from cupyattn.runtime.arrays import Array, adopt, dtype_of
+from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device
-from cupyattn.runtime.plan import launch
+from cupyattn.runtime.plan import launch, run
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
 
 LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
@@ -60,6 +62,8 @@ THIN_ROWS = [1, 2, 4, 8, 16, 32, 64]
 LAYOUTS = ("nk", "kn")
 """Whether w is stored as (N, K), of which linear gets the transpose, or as (K, N)."""
 KINDS = ("large", "thin", "backward")
+GRADIENTS = ("dx", "dw")
+"""Products of the backward alone, without a bias and an activation."""
 OWN, OWN_ROWS, READING = "cupyattn", "rows given", "read w"
 TOLERANCE = 0.02
 _MOST_WEIGHTS = 10**6
@@ -70,7 +74,7 @@ class WeightProduct:
     """One product; letters as in the public API."""
 
     kind: str
-    """"large", "thin" or "backward"; or "dx", the product of dout and w^T alone."""
+    """"large", "thin" or "backward"; or "dx" or "dw", one product of the backward alone."""
     M: int
     N: int
     K: int
@@ -111,7 +115,7 @@ class WeightProduct:
         if self.kind == "backward":  # x, w, b and their gradients; dout, and the preactivation
             more = 1 if self.activation is None else 2
             return 2 * self.weight_bytes + (2 * (x + self.N) + more * out) * item
-        bias = 0 if self.kind == "dx" else self.N
+        bias = 0 if self.kind in GRADIENTS else self.N
         return self.weight_bytes + (x + out + bias) * item
 
 
@@ -172,6 +176,9 @@ class LinearInputs:
         ws = [w.T if product.layout == "nk" else w for w in weights]
         if product.kind == "dx":
             return [partial(cupyattn.linear, dout, w.T, out=out) for w in ws]
+        if product.kind == "dw":
+            grads = cupyattn.linear_backward(dout, x, ws[0])
+            return [partial(_dw_alone, dout, x, w, grads) for w in ws]
         activation = product.activation
         if product.kind != "backward":
             options: Any = {"activation": activation, "activations": product.activations}
@@ -243,10 +250,22 @@ class LinearInputs:
         return [partial(xp.matmul, x, w, out=xp.empty_like(out)) for w in ws]
 
 
+def _dw_alone(dout: Array, x: Array, w: Array, grads: cupyattn.LinearGrads) -> Array | None:
+    """Compute x^T dout by the launches of the backward without the first one, which computes dx."""
+    operands = adopt(LinearBackwardArrays(dout, x, w, dx=grads.dx, dw=grads.dw))
+    call = backward_call(operands, None, False, None)
+    device = device_of(operands)
+    if device is None:  # NumPy has one call for all gradients
+        return cupyattn.linear_backward(dout, x, w, grads=grads).dw
+    plan = backward_plan(call, device.traits)
+    run(device, plan._replace(steps=plan.steps[1:]), operands)
+    return grads.dw
+
+
 def products(arguments: argparse.Namespace) -> Iterator[WeightProduct]:
     """Yield every kind, dtype, layout, format of weights and size."""
     for kind in arguments.kind:
-        if kind == "backward" and arguments.weights:  # dw of a quantised weight does not exist
+        if kind in ("backward", "dw") and arguments.weights:  # a quantised weight has no dw
             continue
         usual: Sequence[tuple[int, int, int]] = QUANTISED if arguments.weights else LARGE
         if kind == "thin":
@@ -254,6 +273,7 @@ def products(arguments: argparse.Namespace) -> Iterator[WeightProduct]:
         sizes = arguments.size or usual
         plain = kind == "thin" or arguments.weights
         activation = arguments.activation or ("none" if plain else "gelu_tanh")
+        activation = "none" if kind in GRADIENTS else activation
         after = None if activation == "none" else activation
         for dtype in arguments.dtype:
             for layout in arguments.layout:
@@ -297,7 +317,7 @@ def _baselines(
         yield TimedImplementation(OWN_ROWS, inputs.row_calls)
         if "eager" in harness.baselines:
             yield TimedImplementation("int_mm", inputs.int_mm_calls, lambda result: None)
-    if product.weights is not None or product.kind == "dx":
+    if product.weights is not None or product.kind in GRADIENTS:
         return
     for name in harness.baselines:
         if name in ("eager", "compile"):
@@ -321,7 +341,8 @@ BENCHMARK = Benchmark(
     note="TFLOP/s count 2 * M * N * K for each product. Few rows are timed in a CUDA graph of "
     "calls with one weight after the other; their bytes are the weight's.",
     options=(
-        Option("kind", list(KINDS), "kinds of products", choices=KINDS),
+        Option("kind", list(KINDS), "kinds of products; dx and dw are one product of the backward",
+               choices=(*KINDS, *GRADIENTS)),
         Option("dtype", ["float16"], "dtype of the arrays", choices=tuple(STORAGE)),
         Option("size", [], "a size instead of the usual ones, for every kind; may be given several "
                "times", metavar=("M", "N", "K"), repeated=3),

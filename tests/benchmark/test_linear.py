@@ -134,6 +134,23 @@ def test_backward_calls_write_what_is_there(activation):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_dw_alone_is_computed_without_dx(backend):
+    (case,) = products(parsed("--kind", "dw", "--size", "8", "16", "24", "--dtype", "float32"))
+    assert (case.kind, case.activation, case.flops) == ("dw", None, 2 * 8 * 16 * 24)
+    inputs = LinearInputs(case, HERE)
+    arrays = inputs.arrays
+    with cupyattn.backend(backend):
+        (call,) = inputs.own_calls()
+        dx = call.args[-1].dx
+        dx[...] = 7
+        call.args[-1].dw[...] = 7
+        np.testing.assert_allclose(call(), arrays.x.T @ arrays.dout, rtol=1e-3, atol=1e-4)
+    assert (dx == 7).all() == (backend == "emulator")
+    assert case.bytes == sum(array.nbytes for array in (arrays.x, arrays.dout, call()))
+
+
+@pytest.mark.nvrtc
 def test_the_reading_kernel_reads_all_once(two_weights):
     inputs = LinearInputs(WeightProduct("thin", 1, 40, 1000, "float32", "nk", None), HERE)
     arrays = inputs.arrays
