@@ -138,11 +138,11 @@ CASES = [
 ]
 
 
-def strides(array: Any, *, turned: bool) -> tuple[int, int]:
+def strides(array: Any, *, transposed: bool) -> tuple[int, int]:
     """Return the strides of a new array in C order, or of the transpose of one."""
     rows, columns = array.shape
     item = array.dtype.itemsize
-    return (item, rows * item) if turned else (columns * item, item)
+    return (item, rows * item) if transposed else (columns * item, item)
 
 
 def ratio(dw: Any, case: LinearProblem, arrays: Any) -> float:
@@ -161,27 +161,27 @@ def test_new_dw_has_the_order_of_w(side, case):
     dw = cupyattn.linear_backward(*given, activation=case.activation).dw
     assert dw.shape == w.shape
     assert dw.dtype == w.dtype
-    assert dw.strides == strides(dw, turned=case.transposed)
+    assert dw.strides == strides(dw, transposed=case.transposed)
     assert ratio(side.get(dw), case, (dout, x, w, b)) <= 1
 
 
 @everywhere
-@pytest.mark.parametrize("turned", [False, True])
-def test_given_dw_keeps_its_order(side, turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_given_dw_keeps_its_order(side, transposed):
     """A given dw may have the other order than w. A new dw next to a given dx has that of w."""
-    case = replace(CASE, transposed=turned)
+    case = replace(CASE, transposed=transposed)
     x, w, b = case.arrays()
     dout = case.normal("dout", 70, 40)
     given = [side.put(array) for array in (dout, x, w, b)]
     plain = cupyattn.linear_backward(*given)
-    other = side.put(np.full(w.shape, 7, np.float32, order="C" if turned else "F"))
+    other = side.put(np.full(w.shape, 7, np.float32, order="C" if transposed else "F"))
     found = cupyattn.linear_backward(*given, grads=LinearGrads(dw=other))
     assert found.dw is other
-    assert other.strides == strides(other, turned=not turned)
+    assert other.strides == strides(other, transposed=not transposed)
     assert ratio(side.get(other), case, (dout, x, w, b)) <= 1
     dx = LinearGrads(dx=side.put(np.zeros_like(x)))
     added = cupyattn.linear_backward(*given, grads=dx, accumulate=True)
-    assert added.dw.strides == strides(w, turned=turned)
+    assert added.dw.strides == strides(w, transposed=transposed)
     np.testing.assert_array_equal(side.get(added.dw), side.get(plain.dw))
 
 
@@ -214,8 +214,8 @@ def test_cross_entropy_gives_dw_in_the_order_of_w(side):
         )
         for grads in (None, LinearCrossEntropyGrads(dw=side.put(np.zeros(w.shape, np.float32))))
     )
-    assert plain.dw.strides == strides(w, turned=True)
-    assert into.dw.strides == strides(w, turned=False)
+    assert plain.dw.strides == strides(w, transposed=True)
+    assert into.dw.strides == strides(w, transposed=False)
     np.testing.assert_allclose(side.get(plain.dw), side.get(into.dw), rtol=1e-5, atol=1e-5)
 
 

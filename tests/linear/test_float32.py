@@ -71,7 +71,7 @@ def test_activations_are_within_bounds(dtype, activation):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "turned"),
+    ("sizes", "transposed"),
     [
         ((64, 8, 64), False),
         ((65, 9, 257), False),  # a column more than a CTA adds up for db
@@ -81,18 +81,18 @@ def test_activations_are_within_bounds(dtype, activation):
         ((513, 64, 128), False),
         *deep(((64, 513, 64), False), ((513, 8, 128), False)),
         *deep(((65, 9, 257), True), ((64, 8, 64), True), ((65, 9, 129), False)),
-        *deep(*(((63, 129, 40), turned) for turned in (False, True))),
+        *deep(*(((63, 129, 40), transposed) for transposed in (False, True))),
     ],
 )
-def test_sizes_around_tiles_are_within_bounds(sizes, turned):
+def test_sizes_around_tiles_are_within_bounds(sizes, transposed):
     rows, inner, outer = sizes
-    case = LinearProblem((rows,), inner, outer, activation="gelu_tanh", transposed=turned)
+    case = LinearProblem((rows,), inner, outer, activation="gelu_tanh", transposed=transposed)
     assert forward_ratio(case)[0] <= 1
     assert backward_ratio(case) <= 1
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "activation", "turned"),
+    ("rows", "dtype", "activation", "transposed"),
     [
         (1, "float32", "gelu_tanh", False),
         (7, "float32", "swiglu", True),
@@ -100,10 +100,10 @@ def test_sizes_around_tiles_are_within_bounds(sizes, turned):
         *deep((3, "bfloat16", "silu", False), (16, "bfloat16", "geglu", False)),
     ],
 )
-def test_few_rows(rows, dtype, activation, turned):
+def test_few_rows(rows, dtype, activation, transposed):
     """Whole vectors, several passes over K by all warps, a ragged end of K and of the columns."""
     for inner, outer in ((520, 40), (133, 35)):
-        case = LinearProblem((rows,), inner, outer, dtype, activation, turned, residual=True)
+        case = LinearProblem((rows,), inner, outer, dtype, activation, transposed, residual=True)
         assert forward_ratio(case)[0] <= 1
 
 
@@ -121,14 +121,14 @@ def large_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "activation", "turned"),
+    ("dtype", "activation", "transposed"),
     [
         ("float32", "gelu_tanh", False),
         *deep(("bfloat16", "swiglu", True), ("float32", "geglu", True)),
     ],
 )
-def test_large_tiles_are_within_bounds(dtype, activation, turned, large_tiles):
-    case = LinearProblem((150,), 24, 136, dtype, activation, turned, seed=3)
+def test_large_tiles_are_within_bounds(dtype, activation, transposed, large_tiles):
+    case = LinearProblem((150,), 24, 136, dtype, activation, transposed, seed=3)
     assert forward_ratio(case)[0] <= 1
     assert backward_ratio(case) <= 1
 
@@ -209,11 +209,11 @@ def require_frugal(report: Report, wasteful: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "turned"), mostly_deep(product((8, 64), (False, True)), [(8, False), (64, False)])
+    ("rows", "transposed"), mostly_deep(product((8, 64), (False, True)), [(8, False), (64, False)])
 )
 @pytest.mark.parametrize("dtype", ["float32", *deep("bfloat16")])
-def test_forward_wastes_no_memory_access(rows, turned, dtype):
-    case = LinearProblem((rows,), 256, 64, dtype, "gelu_tanh", turned)
+def test_forward_wastes_no_memory_access(rows, transposed, dtype):
+    case = LinearProblem((rows,), 256, 64, dtype, "gelu_tanh", transposed)
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.linear(*case.arrays(), activation="gelu_tanh")
@@ -221,11 +221,11 @@ def test_forward_wastes_no_memory_access(rows, turned, dtype):
     assert report.sector_efficiency == 1
 
 
-@pytest.mark.parametrize("turned", [False, *deep(True)])
+@pytest.mark.parametrize("transposed", [False, *deep(True)])
 @pytest.mark.parametrize("dtype", ["float32", *deep("bfloat16")])
-def test_backward_wastes_no_memory_access(turned, dtype):
+def test_backward_wastes_no_memory_access(transposed, dtype):
     """Each thread of db stores eight sums of bfloat16 columns in two pieces of 16 bytes."""
-    case = LinearProblem((64,), 64, 128, dtype, "gelu_tanh", turned)
+    case = LinearProblem((64,), 64, 128, dtype, "gelu_tanh", transposed)
     x, w, b = case.arrays()
     dout, z = (case.normal(name, 64, 128) for name in ("dout", "z"))
     report = Report()
@@ -268,9 +268,9 @@ def test_within_bounds_without_tensor_cores(case: LinearProblem):
 
 
 @pytest.mark.parametrize("rows", [1, *deep(3, 16, 17, 200)])
-@pytest.mark.parametrize("turned", [False, *deep(True)])
+@pytest.mark.parametrize("transposed", [False, *deep(True)])
 @without_tensor_cores()
-def test_few_rows_without_tensor_cores(rows: int, turned: bool):
+def test_few_rows_without_tensor_cores(rows: int, transposed: bool):
     """One row has a kernel that never uses tensor cores; it splits a long K."""
-    case = LinearProblem((rows,), 2056, 40, "float16", None, turned, residual=True)
+    case = LinearProblem((rows,), 2056, 40, "float16", None, transposed, residual=True)
     assert forward_ratio(case)[0] <= 1

@@ -147,8 +147,8 @@ def test_rotated_weights_equal_numpys(inner, along):
     with KERNELS.running():
         found = cupyattn.quantize(put(w), format="int8", rotation=64)
         again = {
-            turned: KERNELS.get(cupyattn.dequantize(found.T if turned else found))
-            for turned in (False, True)
+            transposed: KERNELS.get(cupyattn.dequantize(found.T if transposed else found))
+            for transposed in (False, True)
         }
         half = KERNELS.get(cupyattn.dequantize(found, dtype="float16"))
     assert_same(found, want.codes, want.scales)

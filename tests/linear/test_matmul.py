@@ -260,13 +260,13 @@ def test_reversed_rows_and_columns_are_within_bounds(dtype):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("turned", [False, True])
-def test_out_of_any_batch_strides_and_either_contiguous_axis(turned):
+@pytest.mark.parametrize("swapped", [False, True])
+def test_out_of_any_batch_strides_and_either_contiguous_axis(swapped):
     """Memory between the items of out stays as it is."""
     case = MatmulCase(9, 24, 40, (2, 3), (2, 3), "float16")
     memory = np.full((3, 2, 16, 48), 7, np.float16)
-    memory = memory.swapaxes(-1, -2) if turned else memory
-    out = memory.swapaxes(0, 1)[..., :9, :40] if not turned else memory.swapaxes(0, 1)[..., :9, :16]
+    memory = memory.swapaxes(-1, -2) if swapped else memory
+    out = memory.swapaxes(0, 1)[..., :9, : 16 if swapped else 40]
     case = replace(case, N=out.shape[-1])
     a, b = case.arrays()
     with KERNELS.running():
@@ -278,15 +278,15 @@ def test_out_of_any_batch_strides_and_either_contiguous_axis(turned):
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_one_row_or_column_of_a_batch_is_written_with_any_stride(dtype, turned):
+@pytest.mark.parametrize("swapped", [False, True])
+def test_one_row_or_column_of_a_batch_is_written_with_any_stride(dtype, swapped):
     """Members with a shared factor are no product of more rows if their lines are then apart."""
     a, b = MatmulCase(1, 24, 8, (3,), (), dtype).arrays()
-    arrays = (b.swapaxes(-1, -2), a.swapaxes(-1, -2)) if turned else (a, b)
+    arrays = (b.swapaxes(-1, -2), a.swapaxes(-1, -2)) if swapped else (a, b)
     memory = np.full((3, b.shape[-1], 4), 7, np.int32 if dtype == "int8" else a.dtype)
     with KERNELS.running():
         placed = KERNELS.put(memory)
-        out = placed[..., :1] if turned else placed[..., :1].swapaxes(-1, -2)
+        out = placed[..., :1] if swapped else placed[..., :1].swapaxes(-1, -2)
         want = expected(cupyattn.matmul, *arrays)
         found = cupyattn.matmul(*map(KERNELS.put, arrays), out=out)
         assert_within_bounds(KERNELS.get(found), *want)
@@ -594,7 +594,7 @@ def test_kernels_refuse_float64_and_six_batch_axes():
 
 def test_a_problem_exchanges_its_factors():
     call = described_matmul(adopt(MatmulArrays(A, B)).description)
-    turned = call.problem.exchanged
-    assert isinstance(turned, MatmulProblem)
-    assert (turned.a.rows, turned.a.columns, turned.b.columns) == (5, 4, 3)
-    assert turned.exchanged == call.problem
+    exchanged = call.problem.exchanged
+    assert isinstance(exchanged, MatmulProblem)
+    assert (exchanged.a.rows, exchanged.a.columns, exchanged.b.columns) == (5, 4, 3)
+    assert exchanged.exchanged == call.problem

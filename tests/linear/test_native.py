@@ -256,8 +256,12 @@ def test_quantised_weights_are_within_bounds(shape, problem, instructions):
     ],
 )
 def test_bfloat16_holds_weights_that_float16_cannot(weights, factor, instructions):
-    """Some blocks have weights times `factor`; the bounds of tiny weights are relative to them."""
+    """Some blocks have weights times `factor`; the bounds of tiny weights are relative to them.
+
+    Some rows of x have a single one: their results are weights.
+    """
     x, w, _ = quantised(33, 64, 256, weights, dtype="bfloat16").arrays()
+    x[16:] = np.eye(17, 256)
     above = w.scales if w.super_scales is None else w.super_scales
     first = above if weights in ("nf4", "int8") else above[..., :1]
     first[: 40 if factor > 1 else None] *= first.dtype.type(factor)

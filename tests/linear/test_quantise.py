@@ -234,8 +234,8 @@ def as_bitsandbytes_rounds(weight: QuantizedWeight) -> np.ndarray:
 
 def with_floats(weight: QuantizedWeight) -> QuantizedWeight:
     absmax = as_bitsandbytes_rounds(weight)
-    size, turned = weight.block_size, weight.transposed
-    return QuantizedWeight("nf4", weight.codes, absmax, block_size=size, transposed=turned)
+    size, transposed = weight.block_size, weight.transposed
+    return QuantizedWeight("nf4", weight.codes, absmax, block_size=size, transposed=transposed)
 
 
 @examples(3, deep=40)

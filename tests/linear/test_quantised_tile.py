@@ -214,15 +214,15 @@ def test_drawn_problems(data):
     )
     lines, codes = data.draw(st.integers(1, 300)), unit * data.draw(st.integers(1, 3))
     activation = data.draw(st.sampled_from((None, "gelu_tanh", "swiglu")))
-    gated, turned = activation == "swiglu", data.draw(st.booleans())
-    outer, inner = (codes, lines) if turned else (lines, codes)
+    gated, transposed = activation == "swiglu", data.draw(st.booleans())
+    outer, inner = (codes, lines) if transposed else (lines, codes)
     problem = case(
         data.draw(st.integers(1, 300)),
-        outer // 2 if gated and turned else outer,
+        outer // 2 if gated and transposed else outer,
         inner,
         weights,
         activation,
-        transposed=turned,
+        transposed=transposed,
         view=data.draw(st.sampled_from(("contiguous", "padded", "sliced"))),
         residual=data.draw(st.booleans()),
         biased=data.draw(st.booleans()),
@@ -334,7 +334,7 @@ LEAST = {False: 0.65, True: 0.88}
 
 
 @pytest.mark.parametrize(
-    ("shape", "weights", "turned"),
+    ("shape", "weights", "transposed"),
     [
         ("narrow", "nf4", False),
         *deep(
@@ -348,18 +348,18 @@ LEAST = {False: 0.65, True: 0.88}
         ),
     ],
 )
-def test_no_bank_conflicts_and_few_sectors(shape, weights, turned):
-    inner, outer = (256, 512) if turned else (512, 256)
+def test_no_bank_conflicts_and_few_sectors(shape, weights, transposed):
+    inner, outer = (256, 512) if transposed else (512, 256)
     case = LinearProblem(
-        (256,), inner, outer, "float16", None, turned, weights=weights, biased=False
+        (256,), inner, outer, "float16", None, transposed, weights=weights, biased=False
     )
     x, w, _ = case.arrays()
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone(shape):
-        cupyattn.linear(x, w, activation=None if turned else "gelu_tanh")
+        cupyattn.linear(x, w, activation=None if transposed else "gelu_tanh")
     assert report.instruction_mix["tensor"] > 0
     assert {access.worst for access in report.accesses if access.space == "shared"} == {1.0}
-    assert report.sector_efficiency >= LEAST[turned]
+    assert report.sector_efficiency >= LEAST[transposed]
 
 
 @contextmanager
@@ -426,16 +426,16 @@ def test_drawn_problems_in_float32(data):
     unit = 256 if weights == "q4_k" else 32
     lines, codes = data.draw(st.integers(1, 140)), unit * data.draw(st.integers(1, 5))
     activation = data.draw(st.sampled_from((None, "gelu", "swiglu")))
-    turned = data.draw(st.booleans())
-    outer, inner = (codes, lines) if turned else (lines, codes)
-    halves = 2 if activation == "swiglu" and turned else 1
+    transposed = data.draw(st.booleans())
+    outer, inner = (codes, lines) if transposed else (lines, codes)
+    halves = 2 if activation == "swiglu" and transposed else 1
     problem = float_case(
         data.draw(st.integers(1, 140)),
         outer // halves,
         inner,
         weights,
         activation,
-        transposed=turned,
+        transposed=transposed,
         dtype=data.draw(st.sampled_from(("float32", "bfloat16"))),
         view=data.draw(st.sampled_from(("contiguous", "padded", "sliced"))),
         residual=data.draw(st.booleans()),
@@ -448,12 +448,12 @@ def test_drawn_problems_in_float32(data):
         assert backward_ratio(problem) <= 1
 
 
-@pytest.mark.parametrize("turned", [False, *deep(True)])
+@pytest.mark.parametrize("transposed", [False, *deep(True)])
 @float32_alone()
-def test_float32_has_no_bank_conflicts(turned):
+def test_float32_has_no_bank_conflicts(transposed):
     """Each entry of the codebook has a separate bank."""
-    inner, outer = (64, 256) if turned else (256, 64)
-    problem = float_case(128, outer, inner, "nf4", transposed=turned, biased=False)
+    inner, outer = (64, 256) if transposed else (256, 64)
+    problem = float_case(128, outer, inner, "nf4", transposed=transposed, biased=False)
     x, w, _ = problem.arrays()
     report = Report()
     with cupyattn.backend("emulator", report=report):

@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an out of another shape": (
         {"out": made_up("nf4", 5, 64, 64)}, ValueError, r"the result is nf4 \(64, 4\)",
     ),
-    "an out that is turned": ({"out": made_up("nf4", 4, 64, 64).T}, ValueError, "pass out.T"),
+    "a transposed out": ({"out": made_up("nf4", 4, 64, 64).T}, ValueError, "pass out.T"),
 }  # fmt: skip
 
 
@@ -347,10 +347,10 @@ def test_bad_parts_are_refused(name):
 def test_quantized_weight_has_shape_size_and_slices():
     weight = QuantizedWeight(**parts())
     assert (weight.shape, weight.ndim, len(weight), weight.nbytes) == ((128, 4), 2, 128, 288)
-    turned = weight.T
-    assert (turned.shape, len(turned), turned.codes is weight.codes) == ((4, 128), 4, True)
-    assert turned.T.shape == weight.shape
-    rows = turned[1:3]
+    other = weight.T
+    assert (other.shape, len(other), other.codes is weight.codes) == ((4, 128), 4, True)
+    assert other.T.shape == weight.shape
+    rows = other[1:3]
     assert rows.codes.base is weight.codes
     assert (rows.shape, rows.block_size, rows.format) == ((2, 128), 64, "nf4")
     assert repr(rows) == "<QuantizedWeight nf4 (2, 128), blocks of 64, 144 bytes>"

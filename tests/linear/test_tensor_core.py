@@ -104,11 +104,11 @@ def test_backward(shape, problem):
         assert 0 < backward_ratio(problem) <= 1
 
 
-@pytest.mark.parametrize("turned", [False, *deep(True)])
+@pytest.mark.parametrize("transposed", [False, *deep(True)])
 @pytest.mark.parametrize(("rows", "columns"), [(2048, 40), *deep((4099, 33))])
-def test_a_long_sum_is_split(rows, columns, turned):
+def test_a_long_sum_is_split(rows, columns, transposed):
     """The parts are added in order."""
-    problem = case(rows, columns, 72, "relu", transposed=turned, accumulate=True)
+    problem = case(rows, columns, 72, "relu", transposed=transposed, accumulate=True)
     with KERNELS.running(), tensor_core_alone():
         assert 0 < backward_ratio(problem) <= 1
 
@@ -284,7 +284,7 @@ def require_frugal(report: Report) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "activation", "turned"),
+    ("shape", "activation", "transposed"),
     [
         ("wide", "swiglu", False),
         *deep(
@@ -298,9 +298,9 @@ def require_frugal(report: Report) -> None:
         ),
     ],
 )
-def test_forward_wastes_no_memory_access(shape, activation, turned):
+def test_forward_wastes_no_memory_access(shape, activation, transposed):
     """The last tiles of a gated result are stored by 8 bytes a lane: whole sectors all the same."""
-    case = LinearProblem((272,), 96, 192, "float16", activation, turned, residual=True)
+    case = LinearProblem((272,), 96, 192, "float16", activation, transposed, residual=True)
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone(shape):
         cupyattn.linear(
@@ -313,17 +313,17 @@ def test_forward_wastes_no_memory_access(shape, activation, turned):
 
 
 @pytest.mark.parametrize(
-    ("shape", "turned"),
+    ("shape", "transposed"),
     [("small", False), *deep(("wide", False), ("wide", True), ("narrow", False), ("short", True))],
 )
-def test_backward_wastes_no_memory_access(shape, turned):
+def test_backward_wastes_no_memory_access(shape, transposed):
     """dx, dw, the pass that forms dz, and the sums that become db.
 
     dw lies as w does. Either way round its memory is 256 rows of 192 items: whole tiles, as lanes
     beyond a tile's last row read a part of a sector.
     """
-    inner, outer = (192, 256) if turned else (256, 192)
-    case = LinearProblem((96,), inner, outer, "float16", "silu", turned)
+    inner, outer = (192, 256) if transposed else (256, 192)
+    case = LinearProblem((96,), inner, outer, "float16", "silu", transposed)
     x, w, b = case.arrays()
     dout, z = (case.normal(name, 96, outer) for name in ("dout", "z"))
     report = Report()

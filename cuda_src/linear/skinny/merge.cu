@@ -3,7 +3,8 @@
 //
 //   z = sum_s partials[s] + b,   out = act(z) + residual (tile.cuh)
 //
-// Shapes    partials (splits, M, W) float32, written by product.cu or row.cu; the other arrays of DTYPE, as in tile.cuh.
+// Shapes    partials (splits, M, W) float32, written by product.cu or row.cu; the other arrays of DTYPE, as in
+//           tile.cuh.
 // Work      A thread finishes one item of out; neighbours own neighbouring columns. Grid: ceil(M N / THREADS).
 // Budget    no shared memory. A second launch costs time: K is split only if there are few CTAs.
 // Edges     M N need not be a multiple of THREADS.

@@ -54,8 +54,8 @@ struct CtaPart {
   __device__ __forceinline__ int end(const ThinParams& params) const { return min(params.inner, to * kBurstItems); }
 };
 
-// kItems neighbouring items of 16 bits, two to a word; those from `count` on become zeros and are not read. With kVec > 1
-// all of them exist or none. kOnce: no other warp reads them.
+// kItems neighbouring items of 16 bits, two to a word; those from `count` on become zeros and are not read. With
+// kVec > 1 all of them exist or none. kOnce: no other warp reads them.
 template <int kItems, int kVec, bool kOnce, typename Scalar>
 __device__ __forceinline__ void load_pairs(uint32 (&pairs)[kItems / 2], const Scalar* source, int count) {
   static_assert(kItems == 2 || kItems == 4 || kItems == 8, "4, 8 or 16 bytes");

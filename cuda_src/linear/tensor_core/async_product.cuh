@@ -53,8 +53,8 @@ struct SquareCoordinates {
   }
 };
 
-// The instruction of a product, by the type of its sums: 16 rows by 8 columns by 16 items of float16 (or bfloat16), or as
-// many pairs of int8 that are neighbours along the sum, so that lines lie along it.
+// The instruction of a product, by the type of its sums: 16 rows by 8 columns by 16 items of float16 (or bfloat16), or
+// as many pairs of int8 that are neighbours along the sum, so that lines lie along it.
 template <typename Scalar>
 __device__ __forceinline__ void multiply_step(float (&acc)[4], const uint32 (&a)[2][2], const uint32 (&b)[2]) {
   mma_m16n8k16<Scalar>(acc, a[0], a[1], b[0], b[1]);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply_step(int32 (&acc)[4], const uint32 (&a)
   mma_m16n8k32_s8(acc, a[0], a[1], b[0], b[1]);
 }
 
-// Turn a number in the ring of stages to the next, and return the distance between both.
+// Advance the number of a stage in the ring, and return the distance in bytes.
 template <uint32 kStageBytes>
 __device__ __forceinline__ uint32 next_in_ring(int& stage) {
   const bool wraps = stage == STAGES - 1;
@@ -72,17 +72,17 @@ __device__ __forceinline__ uint32 next_in_ring(int& stage) {
   return wraps ? 0u - (STAGES - 1) * kStageBytes : kStageBytes;
 }
 
-// An operand's way to shared memory: piece by piece of a k-tile, and then the next k-tile. An array is copied by
-// cp.async, STAGES - 1 k-tiles ahead of the one that is multiplied.
+// Writes an operand's k-tiles to the stages, piece by piece. An array is copied by cp.async, STAGES - 1 k-tiles ahead
+// of the one that is multiplied.
 template <typename Loader, uint32 kStageBytes, bool kCopied = Loader::kCopied>
-struct Feed {
+struct StageWriter {
   static constexpr int kPieces = Loader::kFetches;
   static constexpr int kInner = Loader::Tile::kInner;
   Loader& loader;
   uint32 to_s;  // where this thread's pieces go
   int stage;    // that is filled
 
-  __device__ __forceinline__ Feed(Loader& array, uint32 first_stage_s)
+  __device__ __forceinline__ StageWriter(Loader& array, uint32 first_stage_s)
       : loader(array), to_s(first_stage_s + Loader::Chunks::shared_offset()), stage(0) {}
 
   // K-tile `ahead` of those before the loop, of which `valid` of `items` items of the sum exist.
@@ -104,7 +104,7 @@ struct Feed {
 // Codes pass registers: they are loaded two k-tiles ahead of the one that is multiplied, and a k-tile later stored as
 // numbers.
 template <typename Loader, uint32 kStageBytes>
-struct Feed<Loader, kStageBytes, false> {
+struct StageWriter<Loader, kStageBytes, false> {
   static constexpr int kPieces = Loader::kFetches * Loader::kStores;
   static constexpr int kInner = Loader::Tile::kInner;
   Loader& loader;
@@ -112,7 +112,7 @@ struct Feed<Loader, kStageBytes, false> {
   int stage;
   typename Loader::Fetched fetched[Loader::kFetches];
 
-  __device__ __forceinline__ Feed(Loader& weight, uint32 first_stage_s)
+  __device__ __forceinline__ StageWriter(Loader& weight, uint32 first_stage_s)
       : loader(weight), to_s(first_stage_s + Loader::Chunks::shared_offset()), stage(0), fetched{} {}
 
   __device__ __forceinline__ void begin(int ahead, int items, int valid) {
@@ -158,10 +158,10 @@ struct AsyncProduct {
   static constexpr int kPairs = kSteps * kStepPairs;  // of a k-tile
   static constexpr int kAhead = 2;                    // pairs that B is read ahead
   static constexpr int kRing = kPairs % 3 == 0 ? 3 : 4;
-  static constexpr int kTurn = kPairs - kAhead;  // the first pair that reads the next k-tile
-  using FeedA = Feed<LoaderA, kStageBytes>;
-  using FeedB = Feed<LoaderB, kStageBytes>;
-  static constexpr int kCopies = FeedA::kPieces + FeedB::kPieces;
+  static constexpr int kNextTilePair = kPairs - kAhead;  // the first pair that reads the next k-tile
+  using WriterA = StageWriter<LoaderA, kStageBytes>;
+  using WriterB = StageWriter<LoaderB, kStageBytes>;
+  static constexpr int kCopies = WriterA::kPieces + WriterB::kPieces;
   static_assert(kWarpRows % 32 == 0 && kWarpColumns % 32 == 0, "groups of chunks that an XOR reaches");
   static_assert(TileA::kInner == TileB::kInner && kSteps % 2 == 0 && kPairs % kRing == 0, "sets and rings close");
   static_assert(kStages >= 3, "codes are loaded for the third k-tile while the first is multiplied");
@@ -172,41 +172,41 @@ struct AsyncProduct {
   // Of each tile of rows or columns: items 0-7 of a step, then items 8-15.
   uint32 fragments_a[A_SETS][kMTiles][2][2];
   uint32 fragments_b[kRing][2][2];
-  FeedA feed_a;
-  FeedB feed_b;
-  SquareCoordinates<TileA, Order::kOuterFirst> place_a;
-  SquareCoordinates<TileB, Order::kInnerFirst> place_b;
+  WriterA writer_a;
+  WriterB writer_b;
+  SquareCoordinates<TileA, Order::kOuterFirst> coordinates_a;
+  SquareCoordinates<TileB, Order::kInnerFirst> coordinates_b;
   int read_stage;
   int tiles;  // that are still to be multiplied
 
   // Begin the copies of the first k-tiles. Of the very first, `first_items` items of the sum exist.
   __device__ __forceinline__ AsyncProduct(LoaderA& a, LoaderB& b, uint32 stages_s, int k_tiles, int first_items)
-      : feed_a(a, stages_s),
-        feed_b(b, stages_s + TileA::kBytes),
-        place_a(stages_s, warp_index() / kWarpsAcross * kWarpRows),
-        place_b(stages_s + TileA::kBytes, warp_index() % kWarpsAcross * kWarpColumns),
+      : writer_a(a, stages_s),
+        writer_b(b, stages_s + TileA::kBytes),
+        coordinates_a(stages_s, warp_index() / kWarpsAcross * kWarpRows),
+        coordinates_b(stages_s + TileA::kBytes, warp_index() % kWarpsAcross * kWarpColumns),
         read_stage(0),
         tiles(k_tiles) {
 #pragma unroll
     for (int ahead = 0; ahead < kStages - 1; ahead++) {
       const int items = ahead == 0 ? first_items : kInner, valid = ahead < k_tiles ? items : 0;
-      feed_a.begin(ahead, items, valid);
-      feed_b.begin(ahead, items, valid);
+      writer_a.begin(ahead, items, valid);
+      writer_b.begin(ahead, items, valid);
       cp_async_commit_group();
     }
   }
 
   __device__ __forceinline__ void copy(int piece) {
-    if (piece < FeedA::kPieces) {
-      feed_a.piece(piece, tiles);
+    if (piece < WriterA::kPieces) {
+      writer_a.piece(piece, tiles);
     } else {
-      feed_b.piece(piece - FeedA::kPieces, tiles);
+      writer_b.piece(piece - WriterA::kPieces, tiles);
     }
   }
 
   __device__ __forceinline__ void read_a(int step, int m) {
     uint32 r[4];
-    place_a.load(r, m, step);
+    coordinates_a.load(r, m, step);
 #pragma unroll
     for (int i = 0; i < 4; i++) fragments_a[step % A_SETS][m][i / 2][i % 2] = r[i];
   }
@@ -214,21 +214,21 @@ struct AsyncProduct {
   // Pair `pair` of a k-tile.
   __device__ __forceinline__ void read_b(int pair) {
     uint32 r[4];
-    place_b.load(r, pair % kStepPairs, pair / kStepPairs);
+    coordinates_b.load(r, pair % kStepPairs, pair / kStepPairs);
 #pragma unroll
     for (int i = 0; i < 4; i++) fragments_b[pair % kRing][i / 2][i % 2] = r[i];
   }
 
-  // Wait for the next k-tile, and turn to it.
-  __device__ __forceinline__ void turn() {
+  // Wait for the copies of the next k-tile, and advance to it.
+  __device__ __forceinline__ void next_tile() {
     cp_async_commit_group();
-    feed_a.next(kInner);
-    feed_b.next(kInner);
+    writer_a.next(kInner);
+    writer_b.next(kInner);
     cp_async_wait_group<kStages - 2>();
     __syncthreads();  // stages: the next one has been written, and this one read but for registers
     const uint32 distance = next_in_ring<kStageBytes>(read_stage);
-    place_a.move(distance);
-    place_b.move(distance);
+    coordinates_a.move(distance);
+    coordinates_b.move(distance);
   }
 
   // One k-tile, and the first fragments of the next.
@@ -237,11 +237,11 @@ struct AsyncProduct {
     for (int pair = 0; pair < kPairs; pair++) {
       const int step = pair / kStepPairs, n = pair % kStepPairs * 2, next_step = (step + 1) % kSteps;
       const bool last = pair % kStepPairs == kStepPairs - 1, last_but_one = pair % kStepPairs == kStepPairs - 2;
-      if (pair == kTurn) turn();
+      if (pair == kNextTilePair) next_tile();
       read_b((pair + kAhead) % kPairs);
-      if (pair < kTurn) {
+      if (pair < kNextTilePair) {
 #pragma unroll
-        for (int i = pair * kCopies / kTurn; i < (pair + 1) * kCopies / kTurn; i++) copy(i);
+        for (int i = pair * kCopies / kNextTilePair; i < (pair + 1) * kCopies / kNextTilePair; i++) copy(i);
       }
 #pragma unroll
       for (int m = 0; m < kMTiles; m++) {

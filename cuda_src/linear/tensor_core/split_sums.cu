@@ -2,8 +2,8 @@
 //
 //   z = sum over p of partials_p + b,   result = activation(z) + addend
 //
-// Shapes    partials (parts, rows, columns) float32, contiguous; result and addend (rows, columns), rows contiguous, and
-//           b (columns,), of DTYPE. With PAIRED, partials, b and preactivation = z have 2 columns for each of the
+// Shapes    partials (parts, rows, columns) float32, contiguous; result and addend (rows, columns), rows contiguous,
+//           and b (columns,), of DTYPE. With PAIRED, partials, b and preactivation = z have 2 columns for each of the
 //           result, those of a gate, then those of up. b, addend (perhaps the result itself) and preactivation may be
 //           null.
 // Work      a thread owns VEC neighbouring columns of a row of the result. Grid ceil(rows * columns / (VEC * THREADS)).

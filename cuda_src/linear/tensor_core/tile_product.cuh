@@ -17,8 +17,8 @@
 static_assert(A_SETS == 1 || A_SETS == 2, "one step's fragments, or two");
 static_assert(MMA_K == 8 || MMA_K == 16, "mma.m16n8k8, or from sm_80 on m16n8k16");
 
-// The instruction of a product, by the types of its sums and of an operand's items. An instruction multiplies 16 rows of
-// A by 8 columns of B.
+// The instruction of a product, by the types of its sums and of an operand's items. An instruction multiplies 16 rows
+// of A by 8 columns of B.
 template <typename Sum, typename Scalar>
 struct Instruction;
 
@@ -117,8 +117,8 @@ struct TileProduct {
   LoaderB& loader_b;
   typename LoaderA::Fetched ring_a[MovesA::kRing];
   typename LoaderB::Fetched ring_b[MovesB::kRing];
-  FragmentCoordinates<TileA> place_a;
-  FragmentCoordinates<TileB> place_b;
+  FragmentCoordinates<TileA> coordinates_a;
+  FragmentCoordinates<TileB> coordinates_b;
   uint32 store_a, store_b;  // where this thread's pieces go: the other stage
   uint32 other_stage;       // the distance to it
   int tiles;                // that are still to be multiplied
@@ -128,8 +128,8 @@ struct TileProduct {
   __device__ __forceinline__ TileProduct(LoaderA& a, LoaderB& b, uint32 stages_s, int k_tiles, int first_items)
       : loader_a(a),
         loader_b(b),
-        place_a(stages_s, warp_index() / kWarpsAcross * kWarpRows),
-        place_b(stages_s + TileA::kBytes, warp_index() % kWarpsAcross * kWarpColumns),
+        coordinates_a(stages_s, warp_index() / kWarpsAcross * kWarpRows),
+        coordinates_b(stages_s + TileA::kBytes, warp_index() % kWarpsAcross * kWarpColumns),
         store_a(stages_s + LoaderA::Chunks::shared_offset()),
         store_b(stages_s + TileA::kBytes + LoaderB::Chunks::shared_offset()),
         other_stage(kStageBytes),
@@ -183,7 +183,7 @@ struct TileProduct {
 #pragma unroll
     for (int sub = 0; sub < kSub; sub++) {
       uint32 r[4];
-      place_a.load(r, group, step * kSub + sub);
+      coordinates_a.load(r, group, step * kSub + sub);
 #pragma unroll
       for (int i = 0; i < 4; i++) fragments.a[step % A_SETS][sub][2 * group + i / 2][i % 2] = r[i];
     }
@@ -198,7 +198,7 @@ struct TileProduct {
 #pragma unroll
     for (int sub = 0; sub < kSub; sub++) {
       uint32 r[4];
-      place_b.load(r, group, step * kSub + sub);
+      coordinates_b.load(r, group, step * kSub + sub);
 #pragma unroll
       for (int i = 0; i < 4; i++) fragments.b[sub][4 * group + i] = r[i];
     }
@@ -216,8 +216,8 @@ struct TileProduct {
   }
 
   __device__ __forceinline__ void exchange_stages() {
-    place_a.move(other_stage);
-    place_b.move(other_stage);
+    coordinates_a.move(other_stage);
+    coordinates_b.move(other_stage);
     store_a -= other_stage;
     store_b -= other_stage;
     other_stage = 0u - other_stage;

@@ -394,8 +394,8 @@ def cpu_linear_bound(
     """Return error bounds of `linear` on NumPy arrays; parameters as for `linear_bound`."""
     options: Any = {"activation": activation, "activations": activations}
     errors = linear_bound(x, w, b, residual, **options, dtype="float32")
-    turned = isinstance(w, QuantizedWeight) and w.transposed and w.rotation is not None
-    if turned:
+    transposed = isinstance(w, QuantizedWeight) and w.transposed and w.rotation is not None
+    if transposed:
         x = _float64(x)
     elif activations is None and not isinstance(x, QuantizedRows):
         x, w = _exact_operands(x, w, "float32")[::2]

@@ -395,9 +395,9 @@ class TensorCoreProduct(ABC):
         outside = _STORING_PARTS if tiling.splits > 1 else _OUTSIDE_LOOP
         item = 1 / config.models + _FROM_L2 * (1 / config.tile_rows + 1 / config.tile_columns)
         items = self.part(tiling.splits) * item + outside / config.ctas_per_sm
-        together = 1 if config.native else config.ctas_per_sm  # on cp.async alone a CTA is as fast
-        wave = together * config.tile_rows * config.tile_columns * items
-        return -(-ctas // (traits.multiprocessors * together)) * wave
+        resident = 1 if config.native else config.ctas_per_sm  # with cp.async one CTA is as fast
+        wave = resident * config.tile_rows * config.tile_columns * items
+        return -(-ctas // (traits.multiprocessors * resident)) * wave
 
     def geometry(self, arch: int, tiling: Tiling) -> tuple[int, np.ndarray]:
         """Return the number of CTAs, and the C struct ProductParams without the results.
