@@ -16,7 +16,6 @@ from cupyattn.ops.attention.choice import (
     arithmetic,
     interleaving,
     require_kernels,
-    takes_head_dims,
 )
 from cupyattn.ops.attention.forward import place_queries, require_sizes, teaching_params
 from cupyattn.ops.attention.kernels import teaching
@@ -107,8 +106,7 @@ def _choose(
     if problem.options.implementation == "naive":
         return _naive_plan, ("implementation='naive' was passed",)
     dtype = problem.dtype.name
-    dims = problem.head_dim, problem.head_dim_v
-    on_tensor_cores = traits.multiplies(dtype) and takes_head_dims("backward", *dims)
+    on_tensor_cores = traits.multiplies(dtype)
     if deterministic:
         passes = "dq has a kernel of its own: deterministic=True excludes atomic additions"
     elif on_tensor_cores or _float32_in_one_pass(problem):
@@ -116,7 +114,7 @@ def _choose(
     else:
         passes = f"dq has a kernel of its own: packed rows of {dtype} are not summed in float32"
     return tensor_core_plan if on_tensor_cores else _float32_plan, (
-        arithmetic("tensor_core" if on_tensor_cores else "float32", dtype, dims, traits),
+        arithmetic("tensor_core" if on_tensor_cores else "float32", dtype),
         passes,
     )
 

@@ -146,7 +146,13 @@ def choose_forward(
         how_decoded = DECODE_ARITHMETIC[launch_of(inner, traits).tensor_cores]
         why = (reason, how_decoded.format(dtype=dtype), *([DECODED_SUMS] if half_sums else []))
         return ForwardChoice("decode", why, inner, laid, rotated)
-    reasons = [arithmetic(kernels, dtype, dims, traits), *([HALF_SUMS] if half_sums else [])]
+    dtype = problem.dtype.name
+    kernels = kernels_of(dtype, traits)
+    reasons = [arithmetic(kernels, dtype)]
+    if problem.options.accumulator == "float16":
+        dims = problem.head_dim, problem.head_dim_v
+        require_half_sum_kernels(kernels, dims, traits)
+        reasons.append(HALF_SUMS)
     inner, rotated = problem, ()
     if rotary and kernels == "tensor_core" and _rotates_queries(problem, traits):
         inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
@@ -164,31 +170,6 @@ def choose_forward(
         reasons.append(f"query tiles are too few to fill the GPU: keys are split {splits} ways")
     how = rotated, together, configuration, options, vec, splits
     return ForwardChoice(kernels, tuple(reasons), inner, laid, *how)
-
-
-TENSOR_CORE_HEAD_DIMS: Mapping[str, int] = {
-    "native": 512,
-    "native_paged": 512,
-    "tensor_core": 512,
-    "tensor_core_paged": 512,
-    "backward": 512,
-    "half_sums": 256,
-}
-"""The largest D and Dv of each family of kernels on tensor cores; others take float32 arithmetic.
-
-Decode kernels have a table of head dims (`kernels.decode.TENSOR_CORES`).
-"""
-
-
-def takes_head_dims(family: str, head_dim: int, head_dim_v: int) -> bool:
-    """Tell whether a family of kernels on tensor cores has kernels for these head dims.
-
-    Examples
-    --------
-    >>> takes_head_dims("tensor_core", 128, 64)
-    True
-    """
-    return max(head_dim, head_dim_v) <= TENSOR_CORE_HEAD_DIMS[family]
 
 
 def _choose_int8(
@@ -210,7 +191,8 @@ def _choose_int8(
 
 HALF_SUMS = "sums of a tile of keys are float16: accumulator='float16' was passed"
 """The reason for kernels with float16 accumulators."""
-DECODED_SUMS = "accumulator='float16' changes nothing: decode kernels have float32 sums"
+_MOST_HALF_SUMS = 256
+"""The largest D and Dv of kernels with float16 accumulators."""
 _ARITHMETIC = {
     "native": "{dtype} runs on tensor cores, with cp.async and mma.m16n8k16",
     "tensor_core": "{dtype} runs on tensor cores",
@@ -218,31 +200,25 @@ _ARITHMETIC = {
 }
 
 
-def arithmetic(kernels: str, dtype: str, dims: tuple[int, int], traits: DeviceTraits) -> str:
-    """Return the reason for the kernels of a dtype and of head dims, by their name.
-
-    `kernels` is "native", "tensor_core" or "float32".
-    """
-    if kernels == "float32" and traits.multiplies(dtype):
-        return f"{dtype} of head dim {max(dims)} runs in float32 arithmetic"
+def arithmetic(kernels: str, dtype: str) -> str:
+    """Return the reason for the kernels of a dtype: "native", "tensor_core" or "float32"."""
     return _ARITHMETIC[kernels].format(dtype=dtype)
 
 
-def kernels_of(dtype: str, dims: tuple[int, int], traits: DeviceTraits) -> str:
-    """Name the kernels that run the forward of a dtype and of head dims."""
-    if traits.native and dtype in native.DTYPES and takes_head_dims("native", *dims):
+def kernels_of(dtype: str, traits: DeviceTraits) -> str:
+    """Name the kernels that run the forward of a dtype."""
+    if traits.native and dtype in native.DTYPES:
         return "native"
-    on_tensor_cores = traits.has_mma(dtype) and takes_head_dims("tensor_core", *dims)
-    return "tensor_core" if on_tensor_cores else "float32"
+    return "tensor_core" if traits.has_mma(dtype) else "float32"
 
 
 def require_half_sum_kernels(kernels: str, dims: tuple[int, int], traits: DeviceTraits) -> None:
     """Raise NotImplementedError unless the forward's kernels have float16 accumulators."""
-    if kernels == "tensor_core" and not takes_head_dims("half_sums", *dims):
+    if kernels == "tensor_core" and max(dims) > _MOST_HALF_SUMS:
         raise error(
             NotImplementedError,
             f"accumulator='float16' with a head dim of {max(dims)}",
-            f"its kernels take head dims up to {TENSOR_CORE_HEAD_DIMS['half_sums']}",
+            f"its kernels take head dims up to {_MOST_HALF_SUMS}",
             "leave it out",
         )
     if kernels != "tensor_core":
@@ -361,8 +337,7 @@ def _decodes_faster(problem: AttentionProblem, traits: DeviceTraits) -> bool:
     if units_of(problem, launch) > MOST_UNITS:
         return False
     filled = min(1.0, problem.batch * problem.heads / (traits.multiprocessors * _FLASH_CTAS_PER_SM))
-    dims = problem.head_dim, problem.head_dim_v
-    on_tensor_cores = kernels_of(problem.dtype.name, dims, traits) != "float32"
+    on_tensor_cores = kernels_of(problem.dtype.name, traits) != "float32"
     passes = _PASSES_OF_A_LOOP if on_tensor_cores else _PASSES_OF_A_FLOAT_LOOP
     group = problem.heads // problem.kv_heads
     return row_tiles_of(problem, launch) * filled <= max(1.0, passes * group)

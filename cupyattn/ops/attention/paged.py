@@ -27,7 +27,6 @@ from cupyattn.ops.attention.choice import (
     interleaving,
     kernels_of,
     require_half_sum_kernels,
-    takes_head_dims,
 )
 from cupyattn.ops.attention.decode import (
     DECODE_ARITHMETIC,
@@ -301,7 +300,10 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
         require_half_sum_kernels(kernels_of(dtype, dims, traits), dims, traits)
     if not decoded:
         traits.choices.because(reason, *_reasons_of_prompts(problem, traits))
-        if half_sums:
+        if problem.options.accumulator == "float16":
+            dims = problem.head_dim, problem.head_dim
+            if not isinstance(problem.layouts, QuantizedPagedArrays):
+                require_half_sum_kernels(kernels_of(dtype, traits), dims, traits)
             traits.choices.because(HALF_SUMS)
         plan = planner.plan(_prefill_step(problem, laid, planner, traits))
         return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))
@@ -456,13 +458,10 @@ def _int8_kernel(
 
 def _family_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> str:
     """Name the kernels of prompts: "native", "tensor_core" or "float32"."""
-    dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
-    stored = problem.layouts.k.dtype.name
-    in_native = traits.native and dtype in native.DTYPES and stored == dtype
-    if in_native and takes_head_dims("native_paged", *dims):
+    dtype, stored = problem.dtype.name, problem.layouts.k.dtype.name
+    if traits.native and dtype in native.DTYPES and stored == dtype:
         return "native"
-    on_tensor_cores = traits.multiplies(dtype) and takes_head_dims("tensor_core_paged", *dims)
-    return "tensor_core" if on_tensor_cores else "float32"
+    return "tensor_core" if traits.multiplies(dtype) else "float32"
 
 
 def _reasons_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> tuple[str, ...]:
@@ -470,8 +469,7 @@ def _reasons_of_prompts(problem: PagedProblem, traits: DeviceTraits) -> tuple[st
     if isinstance(problem.layouts, QuantizedPagedArrays):
         return int8.reasons(traits)
     kernels = "float32" if _family_of_prompts(problem, traits) == "float32" else "tensor_core"
-    dims = problem.head_dim, problem.head_dim_v
-    return (arithmetic(kernels, problem.dtype.name, dims, traits),)
+    return (arithmetic(kernels, problem.dtype.name),)
 
 
 def _prefill_kernel(
