@@ -129,6 +129,11 @@ def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem
     check(problem, "flash", deterministic=deterministic)
 
 
+@pytest.mark.parametrize("dims", [(257, 264), (320, 384), (500, 512)], ids=str)
+def test_wide_heads_of_few_tokens(dims: tuple[int, int]):
+    check(AttentionCase(1, 3, 5, 1, 1, *dims, dtype="float16"), "flash", deterministic=False)
+
+
 def test_heads_of_more_than_256_items():
     problem = AttentionCase(B=1, Sq=19, Sk=35, H=2, G=1, D=264, Dv=300, dtype="float32")
     check(problem, "flash", deterministic=False)

@@ -199,6 +199,11 @@ def test_heads_of_more_than_256_items(dtype: str, dims: tuple[int, int], causal:
     check(problem, "flash")
 
 
+@pytest.mark.parametrize("dims", [(257, 264), (320, 384), (500, 512)], ids=str)
+def test_wide_heads_of_few_tokens(dims: tuple[int, int]):
+    check(AttentionCase(1, 3, 5, 1, 1, *dims, dtype="float16"), "flash")
+
+
 @pytest.mark.deep
 @examples(12)
 @given(

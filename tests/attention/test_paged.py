@@ -147,6 +147,14 @@ def test_options(options, dtype, head_dim, bits):
     assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
 
 
+@pytest.mark.parametrize("head_dim", [257, 264, 320, 384, 500])
+def test_one_token_of_wide_heads(head_dim):
+    problem = PagedProblem(lengths=(9,), Sq=1, G=1, group=1, D=head_dim, dtype="float16")
+    arrays = problem.arrays()
+    with multiprocessors(1):
+        assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
+
+
 @pytest.mark.parametrize("bits", [None, *deep(8, 4)])
 def test_heads_of_512_items_on_tensor_cores(bits):
     """Parts of the tiles of K and V are on the way, and the parts of the next tile after them."""

@@ -548,3 +548,19 @@ def test_anything_at_all_as_an_option(data: st.DataObject):
     except Exception as failure:
         assert_three_parts(failure)
     assert [array.tobytes() for array in call.arrays.values()] == before
+
+
+def test_functions_over_keys_name_the_largest_head_dim():
+    q, k, lse = (np.zeros(shape, np.float16) for shape in ((8, 2, 513), (8, 1, 513), (2, 8)))
+    pool, cuts = np.zeros((1, 16, 1, 513), np.float16), np.array([0, 8], np.int32)
+    lengths, ends, table = (cuts, cuts, 8, 8), np.array([8], np.int32), np.zeros((1, 1), np.int32)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: cupyattn.attention_varlen(q, k, k, *lengths),
+        lambda: cupyattn.attention_varlen_backward(q, q, k, k, q, lse, *lengths),
+        lambda: cupyattn.paged_attention(q[None], pool, pool, table, ends),
+        lambda: cupyattn.append_kv(pool, pool, k, k, np.arange(8, dtype=np.int32)),
+        lambda: cupyattn.PagedKVCache(1, 1, 16, 1, 513, dtype="float16", xp=np),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="1 to 512"):
+            call()
