@@ -472,7 +472,7 @@ FORWARD = Benchmark(
     baselines=("eager", *BACKENDS, "compile", "triton", "cupy"),
     compare="option",
     quick={
-        **{"head_dim": [64, 128, 80, 40, 96, 160, 192, 256], "seqlen": [4096], "batch": [4]},
+        **{"head_dim": [64, 128, 80, 40, 96, 160, 192, 256, 512], "seqlen": [4096], "batch": [4]},
         **{"dtype": ["float16"], "implementation": ["flash"], "options": ["causal"]},
     },
 )
