@@ -71,6 +71,8 @@ How it behaves where a GPU leaves room
   does, with an error after `Checks.max_steps` steps.
 - `run` keeps what it has loaded, ``__device__`` variables included: a second run of the same PTX
   finds their values. `load` starts from the initial ones.
+- Shared memory begins at address 0, and from sm_80 on at 1,024: the system reserves the KiB before
+  it. Offsets in messages count from the beginning.
 - A copy of ``cp.async`` reads its source at once and arrives in shared memory as late as PTX
   allows, at the wait of its thread. `checks` has what may not happen in between. A thread may end
   without waiting for its copies.

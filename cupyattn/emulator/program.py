@@ -18,9 +18,12 @@ class MemoryLayout:
     Attributes
     ----------
     offsets : dict
-        Name -> offset in its state space (shared, local or parameters).
+        Name -> address in its state space (shared, local or parameters).
+    shared_start : int
+        The address of the block's first byte of shared memory.
     shared_variables : list of (name, offset, size)
-        By their C++ names, for messages. Dynamic shared memory (``extern __shared__``) has size 0.
+        By their C++ names, for messages. Offsets count from `shared_start`. Dynamic shared memory
+        (``extern __shared__``) has size 0.
     static_shared_bytes, local_bytes : int
     module_symbols : set of str
         Global and const variables of the module; their addresses are known at launch.
@@ -28,7 +31,9 @@ class MemoryLayout:
         Those that the kernel mentions.
     """
 
-    def __init__(self, function: Function, module_variables: dict[str, Variable]) -> None:
+    def __init__(
+        self, function: Function, module_variables: dict[str, Variable], shared_start: int
+    ) -> None:
         self.offsets: dict[str, int] = {p.name: p.offset for p in function.parameters}
         self.shared_variables: list[tuple[str, int, int]] = []
         self.used_symbols: set[str] = set()
@@ -46,6 +51,9 @@ class MemoryLayout:
             names = ", ".join(readable(v.name) for v in dynamic)
             self.shared_variables.append((names, self.dynamic_shared_offset, 0))
         self.shared_variables += [(readable(v.name), self.offsets[v.name], v.size) for v in static]
+        self.shared_start = shared_start
+        for variable in shared:
+            self.offsets[variable.name] += shared_start
         self.local_bytes = self._place([v for v in variables if v.space == "local"])
 
     @classmethod

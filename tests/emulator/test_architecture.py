@@ -1,15 +1,19 @@
-"""Instructions are refused on targets that do not have them, as the assembler refuses them."""
+"""Instructions are refused on targets that do not have them, as the assembler refuses them.
+
+Shared memory begins at the address where it begins on the target.
+"""
 
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ptx import kernel_text
+from support.ptx import kernel_text, run_on_the_gpu
 
 from cupyattn import emulator
-from cupyattn.emulator import UnsupportedPTXError
-from cupyattn.emulator.ptx.architecture import SHARED_BYTES, needed_target
+from cupyattn.emulator import LaunchError, OutOfBoundsError, UnsupportedPTXError
+from cupyattn.emulator.ptx.architecture import SHARED_BYTES, needed_target, shared_start
 from cupyattn.runtime import nvrtc
 
 # What the emulator runs, by the first architecture that has it.
@@ -128,6 +132,64 @@ def test_known_targets(target: int) -> None:
     out = np.zeros(1, "u4")
     emulator.run(text, "k", 1, 1, [out], shared_bytes=SHARED_BYTES[target])
     assert out[0] == 7
+
+
+ADDRESSES = """
+  .shared .align 16 .b8 s[16]; .extern .shared .align 16 .b8 d[];
+  ld.param.u64 %rd1, [p0]; mov.u32 %r1, s; mov.u32 %r2, d; mov.u32 %r3, %total_smem_size;
+  st.global.v2.u32 [%rd1], {%r1, %r2}; st.global.u32 [%rd1+8], %r3;
+  add.u32 %r4, %r1, %r3; st.shared.u8 [%r1], 1; st.shared.u8 [%r4+LAST], 1;
+"""
+"""The addresses of static and dynamic shared memory, and stores to the first and last byte."""
+
+
+@pytest.mark.parametrize("target", SHARED_BYTES)
+def test_shared_memory_begins_after_what_the_system_reserves(target: int) -> None:
+    text = kernel_text(ADDRESSES, target=target)
+    start, limit = 1024 * (target >= 80), SHARED_BYTES[target]
+    out = np.zeros(3, "u4")
+    for total in (48, limit):  # the KiB of the system does not count
+        emulator.run(text.replace("LAST", "-1"), "k", 1, 1, [out], shared_bytes=total - 16)
+        assert out.tolist() == [start, start + 16, total]
+    for last, where in (("0", r"offset 64: 0 bytes past its end \(after `d`, 48 bytes at 16"),
+                        ("-65", "offset -1: 1 bytes before its start")):  # fmt: skip
+        with pytest.raises(OutOfBoundsError, match=where):
+            emulator.run(text.replace("LAST", last), "k", 1, 1, [out], shared_bytes=48)
+    with pytest.raises(LaunchError, match=f"needs {limit + 1} bytes .* sm_{target} has {limit}:"):
+        emulator.run(text.replace("LAST", "-1"), "k", 1, 1, [out], shared_bytes=limit - 15)
+
+
+@pytest.mark.gpu
+def test_shared_memory_of_a_gpu_begins_there(tmp_path: Path) -> None:
+    import cupy
+
+    target = 80 if int(cupy.cuda.Device().compute_capability) >= 80 else 75
+    text = kernel_text(ADDRESSES.replace("LAST", "-1"), target=target)
+    got = run_on_the_gpu(text, 1, 1, np.zeros(3, "u4"), tmp_path, shared_bytes=48)
+    assert got.tolist() == [shared_start(target), shared_start(target) + 16, 64]
+
+
+@pytest.mark.parametrize("target", [75, 80])
+@pytest.mark.parametrize("combine", ["add", "xor"])
+def test_swizzle_of_an_address_instead_of_an_offset(combine: str, target: int) -> None:
+    # threads of one half read what the other half stored; the halves are 1,024 bytes each
+    body = f"""
+      .shared .align 16 .b8 s[2048];
+      mov.u32 %r1, %tid.x; mov.u32 %r2, s; shl.b32 %r3, %r1, 2; add.u32 %r4, %r2, %r3;
+      st.shared.u32 [%r4], %r1; bar.sync 0; xor.b32 %r5, %r3, 1024; {combine}.b32 %r6, %r2, %r5;
+      .loc 1 5 1
+      ld.shared.u32 %r7, [%r6];
+      ld.param.u64 %rd1, [p0]; cvt.u64.u32 %rd2, %r3; add.s64 %rd3, %rd1, %rd2;
+      st.global.u32 [%rd3], %r7;
+    """.replace("add.b32", "add.u32")
+    out = np.zeros(512, "u4")
+    if combine == "xor" and target == 80:
+        with pytest.raises(OutOfBoundsError, match="1024 bytes before its start") as caught:
+            emulator.run(kernel_text(body, target=target), "k", 1, 512, [out])
+        assert caught.value.line == 5
+    else:
+        emulator.run(kernel_text(body, target=target), "k", 1, 512, [out])
+        np.testing.assert_array_equal(out, np.arange(512) ^ 256)
 
 
 @pytest.mark.parametrize(

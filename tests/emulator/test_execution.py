@@ -8,14 +8,17 @@ from support.ptx import compile_module, kernel_text
 
 from cupyattn import emulator
 from cupyattn.emulator import Checks
+from cupyattn.runtime.arch import TURING, Arch, arch_of
 
 pytestmark = pytest.mark.nvrtc
 
 RNG = np.random.default_rng(3)
 
 
-def run(kernel: str, grid: Any, block: Any, *args: Any, **options: Any) -> None:
-    emulator.launch(compile_module("features.cu"), kernel, grid, block, args, **options)
+def run(
+    kernel: str, grid: Any, block: Any, *args: Any, arch: Arch = TURING, **options: Any
+) -> None:
+    emulator.launch(compile_module("features.cu", arch), kernel, grid, block, args, **options)
 
 
 def test_calls() -> None:
@@ -40,7 +43,7 @@ def test_calls() -> None:
 def test_block_wide_reductions() -> None:
     x = RNG.standard_normal(96).astype("f4")
     out = np.zeros(96, "i4")
-    module = compile_module("features.cu")
+    module = compile_module("features.cu", TURING)
     before = int(module.symbol("counter").view("i4")[0])
     run("count_votes", 1, 96, out, x)
     n = int((x > 0).sum())
@@ -136,7 +139,9 @@ def test_switch() -> None:
     assert out[33] == max([i for i in range(32) if x[i] == 3], default=0)
 
 
-def test_generic_pointers_reach_every_space() -> None:
+@pytest.mark.parametrize("number", [75, 80])  # shared memory begins at 0, and at 1,024
+def test_generic_pointers_reach_every_space(number: int) -> None:
+    arch = arch_of(number)
     a = RNG.standard_normal(96).astype("f4")
     a[8:] = 0
     where = np.arange(32, dtype="i4") % 3
@@ -144,8 +149,8 @@ def test_generic_pointers_reach_every_space() -> None:
     where[16:] = 2
     first = a.copy()
     with pytest.raises(emulator.SharedMemoryRaceError):  # the atomic hits what lane 31 stored
-        run("generic_pointers", 1, 32, a.copy(), where)
-    run("generic_pointers", 1, 32, a, where, checks=Checks.fast())
+        run("generic_pointers", 1, 32, a.copy(), where, arch=arch)
+    run("generic_pointers", 1, 32, a, where, arch=arch, checks=Checks.fast())
     shared = -np.arange(32, dtype="f4")
     for i in range(32):
         j = i & 7

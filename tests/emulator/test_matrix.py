@@ -132,12 +132,13 @@ LDMATRIX = """
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_ldmatrix(count: int, transposed: bool) -> None:
+@pytest.mark.parametrize("target", [75, 80])
+def test_ldmatrix(count: int, transposed: bool, target: int) -> None:
     trans = ".trans" if transposed else ""
     body = LDMATRIX.replace("LDM", f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16")
     body = body.replace("{REGS}", _vector("r", 20, count)).replace("SIZE", str(4 * count))
     body += "\n".join(f"st.global.u32 [%rd9+{4 * i}], %r{20 + i};" for i in range(count))
-    text = kernel_text(body, ".param .u64 x, .param .u64 rows, .param .u64 out")
+    text = kernel_text(body, ".param .u64 x, .param .u64 rows, .param .u64 out", target)
     x = RNG.integers(0, 65536, (32, 8)).astype("u2")  # 32 rows of 16 bytes
     rows = RNG.permutation(32).astype("u4")
     out = np.zeros((32, count), "u4")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.ptx import compile_module, compile_text, kernel_text
+from support.ptx import compile_module, compile_text, kernel_text, run_on_the_gpu
 from support.search import mostly_deep
 
 from cupyattn import emulator
@@ -177,18 +177,6 @@ def make_problem(kind: str, seed: int, one_instruction: bool) -> tuple[str, np.n
 
 
 GPU_SEEDS = 12
-
-
-def run_on_the_gpu(text: str, blocks: int, threads: int, x: np.ndarray, path: Path) -> np.ndarray:
-    """Return `x`, the argument of kernel k, as a GPU leaves it."""
-    import cupy
-
-    (path / "k.ptx").write_text(text)
-    array = cupy.asarray(x)
-    module = cupy.RawModule(path=str(path / "k.ptx"))
-    module.get_function("k")((blocks,), (threads,), (array,))
-    result: np.ndarray = cupy.asnumpy(array)
-    return result
 
 
 WRITTEN = pytest.mark.parametrize("one_instruction", [False, True], ids=["several", "one"])

@@ -170,7 +170,7 @@ def compile_kernel(function: Function, variables: dict[str, Variable], target: i
     UnsupportedPTXError
         The kernel has an instruction that the emulator does not run, or that the target lacks.
     """
-    gen = CodeGenerator(function, variables)
+    gen = CodeGenerator(function, variables, target)
     for instruction in function.instructions:
         needed = needed_target(instruction.opcode)
         if needed > target:

@@ -23,6 +23,7 @@ from cupyattn.emulator.machine import floating, integer, stacks
 from cupyattn.emulator.machine.lanes import EXITED, Array, Mask
 from cupyattn.emulator.machine.warp_sync import warp_bits
 from cupyattn.emulator.program import MemoryLayout
+from cupyattn.emulator.ptx.architecture import shared_start
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable, register_dtype
 
 _FLOAT_LITERAL = re.compile(r"0[fF][0-9a-fA-F]{8}")
@@ -187,10 +188,12 @@ class CodeGenerator:
         Name of the mask of the lanes that execute the current instruction.
     """
 
-    def __init__(self, function: Function, module_variables: dict[str, Variable]) -> None:
+    def __init__(
+        self, function: Function, module_variables: dict[str, Variable], target: int
+    ) -> None:
         self.function = function
         self.flow = ControlFlow(function)
-        self.layout = MemoryLayout(function, module_variables)
+        self.layout = MemoryLayout(function, module_variables, shared_start(target))
         self.constants: dict[tuple[str, str], tuple[str, np.ndarray]] = {}
         self.prologue: dict[str, str] = {}
         self.out: list[str] = []

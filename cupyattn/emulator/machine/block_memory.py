@@ -97,6 +97,7 @@ class SharedMemory(_BlockMemory):
         report: Report | None,
     ) -> None:
         super().__init__(lanes, checks, storage)
+        self._start = lanes.program.layout.shared_start
         self.tracker = tracker
         self.report = report
 
@@ -104,6 +105,8 @@ class SharedMemory(_BlockMemory):
         self, address: Array, size: int, mask: Mask, site: int, write: bool
     ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
+        if self._start:
+            address = address - address.dtype.type(self._start)
         offset = self.offsets(address, size, mask, site, write)
         if self.report is not None:
             self.report.shared_access(site, address, size, mask, self.lanes)

@@ -270,6 +270,7 @@ class MatrixOperations:
             generic = (address - np.uint64(SHARED_WINDOW)) < np.uint64(WINDOW_BYTES)
             address = np.where(generic, address - np.uint64(SHARED_WINDOW), address)
         rows = address.reshape(blocks, warps, 32).astype(np.int64)
+        rows -= self.lanes.program.layout.shared_start
         active = None
         if mask is not None:
             active = mask.reshape(blocks, warps, 32)

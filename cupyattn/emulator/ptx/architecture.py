@@ -20,6 +20,16 @@ SHARED_BYTES = {
     }.items()
 }  # fmt: skip
 
+
+def shared_start(target: int) -> int:
+    """Return the address at which a block's variables in shared memory begin.
+
+    From sm_80 on they come after 1 KiB that the system reserves in each block's shared memory
+    (the guide's section "Compute Capability 8.x"). `SHARED_BYTES` does not contain this KiB.
+    """
+    return 1024 if target >= 80 else 0
+
+
 # Forms that the emulator runs and sm_70 does not have, newest first; the first match counts.
 _NEEDED = [
     (90, r"fence\..*(async|mbarrier_init|tensormap|sync_restrict)"),
