@@ -25,9 +25,7 @@
 #if !defined(M_TILES) || !defined(SUB_Q)
 #error "M_TILES and SUB_Q come from a launch-configuration table, and what dkdv.cuh names"
 #endif
-#include "../../common/barrier.cuh"
 #include "dkdv.cuh"
-#include "../backward_sequences.cuh"
 
 struct Traits : DkdvTraits<M_TILES, WARPS, SUB_Q, DQ_ROW_WARPS> {
   static constexpr int kGroups = chunk_groups(kSteps > kStepsV ? kSteps : kStepsV);
@@ -237,23 +235,13 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   // Heads of rows that are not aligned are not interleaved: if they were, the loop of head dim 128 spilled, and
   // modelled 0.54 where it has 0.58 (NVRTC 12.9.86, 2026-11-22).
   const CtaKeys<Traits::kKeys, Traits::kTileQ, VEC != 1> own(sequences, modifiers.blocks, dynamic_shared<Smem>());
-  if (!own.exist()) return;
-  const AttentionParams& longest = sequences.attention;
-  const auto& backward = params_of(params, own.queries(), own.keys());
-  const RowSpan queries = own.queries(), keys = own.keys();
-  const KeyTileCoordinates coords = own.coords();
-  add_up_gradients(
-      backward,
-      {rows_from(q_g, longest.q, queries),
-       rows_from(k_g, longest.k, keys),
-       rows_from(v_g, longest.v, keys),
-       rows_from(dout_g, backward.dout, queries),
-       statistics_g,
-       dq_acc_g,
-       {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
-      coords, own.window(), [&] { return own.q_offset(); },
-      [&] {
-        const RowSpan stored = own.keys_again();
-        return KeyGradients{stored.count, rows_from(dk_g, backward.dk, stored), rows_from(dv_g, backward.dv, stored)};
-      });
+  add_up_own_gradients(own, params,
+                       {q_g,
+                        k_g,
+                        v_g,
+                        dout_g,
+                        statistics_g,
+                        dq_acc_g,
+                        {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
+                       dk_g, dv_g);
 }

@@ -15,9 +15,7 @@
 //           tiles of Q and dout (two of each without ONE_PASS).
 // Barriers  two per query tile, one without ONE_PASS, or where NATIVE; and two of each pair per 16 queries.
 // Edges     as attention_backward_dkdv.
-#include "../../common/barrier.cuh"
 #include "dkdv.cuh"
-#include "../backward_sequences.cuh"
 
 struct Traits : DkdvTraits</*kMTiles=*/1, WARPS / 2, /*kSubTiles=*/2, DQ_ROW_WARPS> {
   static constexpr int kPairs = WARPS / 2;
@@ -43,28 +41,13 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// The two warps of a pair meet at separate barriers. The CTA's is counted too: the two kinds of warps reach it from
-// different places in the code.
-struct CountedBarrier {
-  __device__ __forceinline__ static void wait() { bar_sync(0, Traits::kThreads); }
-};
+using Cta = CtaOfTwoKinds<Smem>;
+
+// The two warps of a pair meet at separate barriers.
 __device__ __forceinline__ int pair_index() { return warp_index() % Traits::kPairs; }
 __device__ __forceinline__ int pair_row() { return pair_index() * Traits::kWarpKeys; }
 __device__ __forceinline__ void scores_barrier() { bar_sync(1 + 2 * pair_index(), 2 * kWarpSize); }
 __device__ __forceinline__ void gradients_barrier() { bar_sync(2 + 2 * pair_index(), 2 * kWarpSize); }
-
-// Values that are the same for all threads of the CTA.
-struct Cta {
-  Smem& smem;
-  const BackwardParams& params;
-  const KeyWindow& window;
-  const OptionArrays& arrays;
-  int64 q_offset;
-  const float* statistics_g;
-  float* dq_acc_g;
-  KeyTileCoordinates coords;
-  GradientScale scale;
-};
 
 // A warp can hold no more of the next tile than Q or dout, and that only during its last products of this one. With
 // ONE_PASS the dQ product hides dout's way.
@@ -221,72 +204,29 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
   }
 };
 
-// The CTA's way, as either kind of warp goes it.
-template <typename Warp, typename Loader, typename Gradients>
-__device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays, Gradients gradients) {
-  using T = Traits;
-  Smem& smem = cta.smem;
-  const BackwardParams& params = cta.params;
-  const KeyTileCoordinates& coords = cta.coords;
-  const auto loop =
-      loop_over_queries<T::kTileQ>(params.attention, cta.window, coords, T::kKeys, cta.arrays.modifiers.blocks);
-
-  // Phase 2: V and K, through shared memory into registers.
-  Warp warp;
-  if (loop.tiles() > 0) {
-    load_keys<T, CountedBarrier>(
-        smem, params.attention, cta.window, coords, arrays.k_g, arrays.v_g,
-        [&](uint32 v_s) {
-          if (Warp::kOfKeys) return;
-          warp.take(v_s);
-          scale_fragments(warp.rows, cta.scale.down);
-        },
-        [&](uint32 k_s) {
-          if (Warp::kOfKeys) warp.take(k_s);
-        });
-  }
-
-  // Phase 3: the loop over the query tiles.
-  Loader loader(params, loop, coords, arrays.q_g, arrays.dout_g, smem.loop.queries);
-  loader.begin(arrays.statistics_g);
-  CountedBarrier::wait();  // Q and dout: the first tile has been written
-  loop_over_tiles(loader, arrays.statistics_g, 0, [&] {
-    if (!ONE_PASS || T::kNative) loader.fetch_q();
-    if constexpr (T::kNative) {
-      loader.fetch_dout();
-      loader.fetch_statistics(arrays.statistics_g);
-    }
-    warp.query_tile(cta, loader);
-    finish_tile<T, CountedBarrier>(loader, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));
-  });
-
-  // Phase 4: the gradients.
-  store_gradients<T, CountedBarrier>(
-      smem, params, coords, cta.arrays.scales, gradients(),
-      [&](uint32 v_s, float scale) {
-        if (!Warp::kOfKeys) warp.give(v_s, scale);
-      },
-      [&](uint32 k_s, float scale) {
-        if (Warp::kOfKeys) warp.give(k_s, scale);
-      });
+// Phase 3, by tiles of queries (add_up_by_kinds).
+template <typename Warp, typename Loader>
+__device__ __forceinline__ void begin_tiles(Warp&, const Cta& cta, Loader& loader) {
+  loader.begin(cta.statistics_g);
 }
-
-// The keys of one CTA. `q_offset()` is the key position of query 0, `gradients()` where results go.
-template <typename Loader = Traits::Loader, typename Offset, typename Gradients>
-__device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
-                                                 const KeyTileCoordinates& coords, const KeyWindow& window,
-                                                 Offset q_offset, Gradients gradients) {
-  // Phase 1: the part that this warp has.
-  const ScaleArrays& scales = arrays.options.scales;
-  const GradientScale scale = scales.of_head(params, coords.batch, coords.kv_head * params.attention.group);
-  scales.set_aside(scale);
-  const Cta cta = {dynamic_shared<Smem>(), params,          window, arrays.options, q_offset(),
-                   arrays.statistics_g,    arrays.dq_acc_g, coords, scale};
-  if (warp_index() < Traits::kPairs) {
-    run<KeyWarp, Loader>(cta, arrays, gradients);
-  } else {
-    run<ValueWarp, Loader>(cta, arrays, gradients);
+template <typename Warp, typename Loader>
+__device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Loader& loader) {
+  if (!ONE_PASS || Traits::kNative) loader.fetch_q();
+  if constexpr (Traits::kNative) {
+    loader.fetch_dout();
+    loader.fetch_statistics(cta.statistics_g);
   }
+  warp.query_tile(cta, loader);
+  finish_tile<Traits, CountedBarrier>(loader, cta.dq_acc_g, shared_address(cta.smem.loop.ds),
+                                      shared_address(cta.smem.k));
+}
+template <typename Warp>
+__device__ __forceinline__ void end_tiles(Warp&, const Cta&) {}
+
+// The keys of one CTA.
+template <typename... Inputs>
+__device__ __forceinline__ void add_up_gradients(const Inputs&... inputs) {
+  add_up_by_kinds<Traits, KeyWarp, ValueWarp>(dynamic_shared<Smem>(), inputs...);
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
@@ -299,23 +239,13 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const Modifiers modifiers = MODIFIERS;
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
   const CtaKeys<Traits::kKeys, Traits::kTileQ> own(sequences, modifiers.blocks, dynamic_shared<Smem>());
-  if (!own.exist()) return;
-  const AttentionParams& longest = sequences.attention;
-  const auto& backward = params_of(params, own.queries(), own.keys());
-  const RowSpan queries = own.queries(), keys = own.keys();
-  const KeyTileCoordinates coords = own.coords();
-  add_up_gradients(
-      backward,
-      {rows_from(q_g, longest.q, queries),
-       rows_from(k_g, longest.k, keys),
-       rows_from(v_g, longest.v, keys),
-       rows_from(dout_g, backward.dout, queries),
-       statistics_g,
-       dq_acc_g,
-       {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
-      coords, own.window(), [&] { return own.q_offset(); },
-      [&] {
-        const RowSpan stored = own.keys_again();
-        return KeyGradients{stored.count, rows_from(dk_g, backward.dk, stored), rows_from(dv_g, backward.dv, stored)};
-      });
+  add_up_own_gradients(own, params,
+                       {q_g,
+                        k_g,
+                        v_g,
+                        dout_g,
+                        statistics_g,
+                        dq_acc_g,
+                        {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
+                       dk_g, dv_g);
 }

@@ -16,9 +16,7 @@
 //           the parts of S^T and dP^T, P^T and dS^T.
 // Barriers  per query tile two of the CTA and two of each kind of warps; where NATIVE three of the CTA.
 // Edges     as attention_backward_dkdv.
-#include "../../common/barrier.cuh"
 #include "dkdv.cuh"
-#include "../backward_sequences.cuh"
 
 constexpr int kKeyTiles = 2;  // m16 tiles of a CTA's keys
 
@@ -41,10 +39,8 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Counted, because the two kinds of warps reach it from different places in the code.
-struct CountedBarrier {
-  __device__ __forceinline__ static void wait() { bar_sync(0, Traits::kThreads); }
-};
+using Cta = CtaOfTwoKinds<Smem>;
+
 // The warps of values wait for the parts of scores.
 __device__ __forceinline__ void arrive_with_scores() { bar_arrive(1, Traits::kThreads); }
 __device__ __forceinline__ void wait_for_scores() { bar_sync(1, Traits::kThreads); }
@@ -54,19 +50,6 @@ __device__ __forceinline__ void kind_barrier() {
   bar_sync(kOfKeys ? 2 : 3, Traits::kThreads / 2);
 }
 __device__ __forceinline__ int slice_index() { return warp_index() % Traits::kSlices; }
-
-// Values that are the same for all threads of the CTA.
-struct Cta {
-  Smem& smem;
-  const BackwardParams& params;
-  const KeyWindow& window;
-  const OptionArrays& arrays;
-  int64 q_offset;
-  const float* statistics_g;
-  float* dq_acc_g;
-  KeyTileCoordinates coords;
-  GradientScale scale;
-};
 
 // A warp's registers in the loop, for its columns of K or V: the rows as A fragments, their gradients, and where its
 // lanes read Q or dout.
@@ -218,6 +201,15 @@ struct ValueWarp : SliceWarp</*kOfKeys=*/false, Traits::VTile, Traits::DoutTile>
   __device__ __forceinline__ void add_second_half(const Cta&, int) const {}
 };
 
+// Phase 3, by tiles of queries (add_up_by_kinds).
+template <typename Warp, typename Loader>
+__device__ __forceinline__ void begin_tiles(Warp&, const Cta& cta, Loader& loader) {
+  if constexpr (Traits::kNative) {
+    loader.begin(cta.statistics_g);
+  } else {
+    loader.template begin_parts<Warp::kOfKeys>();
+  }
+}
 // One query tile, while the next one is on its way.
 template <typename Warp, typename Loader>
 __device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Loader& loader) {
@@ -240,70 +232,16 @@ __device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Loader& l
   }
 }
 
-// The CTA's way, as either kind of warp goes it.
-template <typename Warp, typename Loader, typename Gradients>
-__device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays, Gradients gradients) {
-  using T = Traits;
-  Smem& smem = cta.smem;
-  const BackwardParams& params = cta.params;
-  const KeyTileCoordinates& coords = cta.coords;
-  const auto loop =
-      loop_over_queries<T::kTileQ>(params.attention, cta.window, coords, T::kKeys, cta.arrays.modifiers.blocks);
-
-  // Phase 2: V and K, through shared memory into registers.
-  Warp warp;
-  if (loop.tiles() > 0) {
-    load_keys<T, CountedBarrier>(
-        smem, params.attention, cta.window, coords, arrays.k_g, arrays.v_g,
-        [&](uint32 v_s) {
-          if (Warp::kOfKeys) return;
-          warp.take(v_s);
-          scale_fragments(warp.rows, cta.scale.down);
-        },
-        [&](uint32 k_s) {
-          if (Warp::kOfKeys) warp.take(k_s);
-        });
-  }
-
-  // Phase 3: the loop over the query tiles.
-  Loader loader(params, loop, coords, arrays.q_g, arrays.dout_g, smem.loop.queries);
-  if constexpr (T::kNative) {
-    loader.begin(arrays.statistics_g);
-  } else {
-    loader.template begin_parts<Warp::kOfKeys>();
-  }
-  CountedBarrier::wait();  // Q and dout: the first tile has been written
-  loop_over_tiles(loader, arrays.statistics_g, 0, [&] { query_tile(warp, cta, loader); });
-
-  // Phase 4: the gradients.
+template <typename Warp>
+__device__ __forceinline__ void end_tiles(Warp& warp, const Cta& cta) {
   warp.add_second_half(cta, 1);
   CountedBarrier::wait();  // Q, dout, p, ds: read; dV takes their place
-  store_gradients<T, CountedBarrier>(
-      smem, params, coords, cta.arrays.scales, gradients(),
-      [&](uint32 v_s, float scale) {
-        if (!Warp::kOfKeys) warp.give(v_s, scale);
-      },
-      [&](uint32 k_s, float scale) {
-        if (Warp::kOfKeys) warp.give(k_s, scale);
-      });
 }
 
-// The keys of one CTA. `q_offset()` is the key position of query 0, `gradients()` where results go.
-template <typename Loader = Traits::Loader, typename Offset, typename Gradients>
-__device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
-                                                 const KeyTileCoordinates& coords, const KeyWindow& window,
-                                                 Offset q_offset, Gradients gradients) {
-  // Phase 1: the part that this warp has.
-  const ScaleArrays& scales = arrays.options.scales;
-  const GradientScale scale = scales.of_head(params, coords.batch, coords.kv_head * params.attention.group);
-  scales.set_aside(scale);
-  const Cta cta = {dynamic_shared<Smem>(), params,          window, arrays.options, q_offset(),
-                   arrays.statistics_g,    arrays.dq_acc_g, coords, scale};
-  if (warp_index() < Traits::kSlices) {
-    run<KeyWarp, Loader>(cta, arrays, gradients);
-  } else {
-    run<ValueWarp, Loader>(cta, arrays, gradients);
-  }
+// The keys of one CTA.
+template <typename... Inputs>
+__device__ __forceinline__ void add_up_gradients(const Inputs&... inputs) {
+  add_up_by_kinds<Traits, KeyWarp, ValueWarp>(dynamic_shared<Smem>(), inputs...);
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
@@ -316,23 +254,13 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const Modifiers modifiers = MODIFIERS;
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
   const CtaKeys<Traits::kKeys, Traits::kTileQ> own(sequences, modifiers.blocks, dynamic_shared<Smem>());
-  if (!own.exist()) return;
-  const AttentionParams& longest = sequences.attention;
-  const auto& backward = params_of(params, own.queries(), own.keys());
-  const RowSpan queries = own.queries(), keys = own.keys();
-  const KeyTileCoordinates coords = own.coords();
-  add_up_gradients(
-      backward,
-      {rows_from(q_g, longest.q, queries),
-       rows_from(k_g, longest.k, keys),
-       rows_from(v_g, longest.v, keys),
-       rows_from(dout_g, backward.dout, queries),
-       statistics_g,
-       dq_acc_g,
-       {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
-      coords, own.window(), [&] { return own.q_offset(); },
-      [&] {
-        const RowSpan stored = own.keys_again();
-        return KeyGradients{stored.count, rows_from(dk_g, backward.dk, stored), rows_from(dv_g, backward.dv, stored)};
-      });
+  add_up_own_gradients(own, params,
+                       {q_g,
+                        k_g,
+                        v_g,
+                        dout_g,
+                        statistics_g,
+                        dq_acc_g,
+                        {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
+                       dk_g, dv_g);
 }

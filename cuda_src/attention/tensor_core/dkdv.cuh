@@ -1,5 +1,5 @@
 // The common part of the kernels of dK and dV: their tiles and options, and the way of the keys, which a CTA keeps
-// for its whole life, and of their gradients.
+// for its whole life, and of their gradients; and the phases of the kernels whose warps are of two kinds.
 #pragma once
 
 #if !defined(DTYPE) || !defined(NATIVE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) ||    \
@@ -13,6 +13,8 @@
 #error \
     "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, MODIFIED, DBIAS, DBIAS_ACCUMULATE come from a launch-configuration table"
 #endif
+#include "../../common/barrier.cuh"
+#include "../backward_sequences.cuh"
 #include "block_query_loader.cuh"
 #include "dq_product.cuh"
 #include "resident_rows.cuh"
@@ -174,4 +176,105 @@ __device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams
   store_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
       head_rows(gradients.dk_g, params.dk, coords.batch, coords.kv_head, coords.first_key), params.dk.seq, smem.k, rows,
       params.accumulate);
+}
+
+// Call the kernel's add_up_gradients() for the keys of a CTA, if it has any, with the parameters and arrays of their
+// sequence. `arrays`, `dk_g` and `dv_g` are those of all sequences.
+template <typename Own>
+__device__ __forceinline__ void add_up_own_gradients(const Own& own, const GradientParams& params,
+                                                     const GradientArrays& arrays, DTYPE* dk_g, DTYPE* dv_g) {
+  if (!own.exist()) return;
+  const AttentionParams& longest = own.sequences.attention;
+  const auto& backward = params_of(params, own.queries(), own.keys());
+  const RowSpan queries = own.queries(), keys = own.keys();
+  const KeyTileCoordinates coords = own.coords();
+  add_up_gradients(
+      backward,
+      GradientArrays{rows_from(arrays.q_g, longest.q, queries), rows_from(arrays.k_g, longest.k, keys),
+                     rows_from(arrays.v_g, longest.v, keys), rows_from(arrays.dout_g, backward.dout, queries),
+                     arrays.statistics_g, arrays.dq_acc_g, arrays.options},
+      coords, own.window(), [&] { return own.q_offset(); },
+      [&] {
+        const RowSpan stored = own.keys_again();
+        return KeyGradients{stored.count, rows_from(dk_g, backward.dk, stored), rows_from(dv_g, backward.dv, stored)};
+      });
+}
+
+// Kernels with two kinds of warps: the first half of a CTA's warps has K and dK, the other half has V and dV. The two
+// kinds reach the CTA's barrier from different places in the code, so it is counted.
+struct CountedBarrier {
+  __device__ __forceinline__ static void wait() { bar_sync(0, WARPS * kWarpSize); }
+};
+
+// Values that are the same for all threads of the CTA.
+template <typename Smem>
+struct CtaOfTwoKinds {
+  Smem& smem;
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  int64 q_offset;
+  const float* statistics_g;
+  float* dq_acc_g;
+  KeyTileCoordinates coords;
+  GradientScale scale;
+};
+
+// Phases 2 to 4, for a warp of one kind. The kernel defines begin_tiles(), query_tile() and end_tiles() for its warps.
+template <typename T, typename Warp, typename Loader, typename Cta, typename Gradients>
+__device__ __forceinline__ void run_phases(const Cta& cta, const GradientArrays& arrays, Gradients gradients) {
+  const BackwardParams& params = cta.params;
+  const KeyTileCoordinates& coords = cta.coords;
+  const auto loop =
+      loop_over_queries<T::kTileQ>(params.attention, cta.window, coords, T::kKeys, cta.arrays.modifiers.blocks);
+
+  // Phase 2: V and K, through shared memory into registers.
+  Warp warp;
+  if (loop.tiles() > 0) {
+    load_keys<T, CountedBarrier>(
+        cta.smem, params.attention, cta.window, coords, arrays.k_g, arrays.v_g,
+        [&](uint32 v_s) {
+          if (Warp::kOfKeys) return;
+          warp.take(v_s);
+          scale_fragments(warp.rows, cta.scale.down);
+        },
+        [&](uint32 k_s) {
+          if (Warp::kOfKeys) warp.take(k_s);
+        });
+  }
+
+  // Phase 3: the loop over the query tiles.
+  Loader loader(params, loop, coords, arrays.q_g, arrays.dout_g, cta.smem.loop.queries);
+  begin_tiles(warp, cta, loader);
+  CountedBarrier::wait();  // Q and dout: the first tile has been written
+  loop_over_tiles(loader, arrays.statistics_g, 0, [&] { query_tile(warp, cta, loader); });
+  end_tiles(warp, cta);
+
+  // Phase 4: the gradients.
+  store_gradients<T, CountedBarrier>(
+      cta.smem, params, coords, cta.arrays.scales, gradients(),
+      [&](uint32 v_s, float scale) {
+        if (!Warp::kOfKeys) warp.give(v_s, scale);
+      },
+      [&](uint32 k_s, float scale) {
+        if (Warp::kOfKeys) warp.give(k_s, scale);
+      });
+}
+
+// The keys of one CTA. `q_offset()` is the key position of query 0, `gradients()` where results go.
+template <typename T, typename KeyWarp, typename ValueWarp, typename Smem, typename Offset, typename Gradients>
+__device__ __forceinline__ void add_up_by_kinds(Smem& smem, const BackwardParams& params, const GradientArrays& arrays,
+                                                const KeyTileCoordinates& coords, const KeyWindow& window,
+                                                Offset q_offset, Gradients gradients) {
+  // Phase 1: the part that this warp has.
+  const ScaleArrays& scales = arrays.options.scales;
+  const GradientScale scale = scales.of_head(params, coords.batch, coords.kv_head * params.attention.group);
+  scales.set_aside(scale);
+  const CtaOfTwoKinds<Smem> cta = {
+      smem, params, window, arrays.options, q_offset(), arrays.statistics_g, arrays.dq_acc_g, coords, scale};
+  if (warp_index() < WARPS / 2) {
+    run_phases<T, KeyWarp, typename T::Loader>(cta, arrays, gradients);
+  } else {
+    run_phases<T, ValueWarp, typename T::Loader>(cta, arrays, gradients);
+  }
 }
