@@ -15,8 +15,8 @@
 //
 // Shapes    x, residual, out and total (s) of any rank and any outer strides, last axis contiguous (RowsParams,
 //           rows.cuh); weight, bias, scale and inner_weight (length,); mean and rstd one float for each row.
-//           With codes (int8, in C order) and their scales (one float a row), out is rounded to its dtype, quantised and,
-//           with ROTATED, rotated (common/row_codes.cuh), and not written itself.
+//           With codes (int8, in C order) and their scales (one float a row), out is rounded to its dtype, quantised
+//           and, with ROTATED, rotated (common/row_codes.cuh), and not written itself.
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: the row's items in their own dtype, STRIPS * VEC a thread, and as many of the residual until it
 //           is added, then of weight and bias; for a row that is not RESIDENT: VEC items of each, and a second read.

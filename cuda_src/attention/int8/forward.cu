@@ -7,9 +7,9 @@
 //   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
 //
 // The loop of tensor_core/forward.cu, whose softmax, options and epilogue it shares, with the first product after
-// SageAttention (Zhang et al., arXiv:2410.02367): smoothed keys, one scale for each row. Turing multiplies int8 at twice
-// the rate of float16, and at four times that of float16 with float32 sums on GeForce. Two mma.m8n8k16, of rows 0-7 and
-// 8-15, leave the sums where mma.m16n8k8 of P V wants P. Sums need no conversion: they begin at the bits of
+// SageAttention (Zhang et al., arXiv:2410.02367): smoothed keys, one scale for each row. Turing multiplies int8 at
+// twice the rate of float16, and at four times that of float16 with float32 sums on GeForce. Two mma.m8n8k16, of rows
+// 0-7 and 8-15, leave the sums where mma.m16n8k8 of P V wants P. Sums need no conversion: they begin at the bits of
 // 1.5 * 2^23, so that an int32 sum is a float already, and one FMA with the key's factors makes scale_j * sum of it.
 //
 // Shapes    AttentionParams (params.cuh) or VarlenParams, k of int8; scales (B, Sk, G) and centre (B, G, D) by
@@ -18,10 +18,9 @@
 // Grid      B * H * ceil(Sq / kTileQ) CTAs of WARPS warps; under causal order the longest rows start first.
 // Budget    shared memory: K, its factors and V twice, and q . centre of each row; or Q or the output tile, which are
 //           there before and after. Registers: codes of Q (M_TILES * D / 8), the accumulator (M_TILES * Dv / 2), sums.
-// Barriers  three before the loop (Q written, Q read, the first tile written), one per key tile, and one before the
-//           output.
-// Edges     as tensor_core/forward.cu. A query with a NaN or an infinity has scale NaN, and so has a key: every score of
-//           it is NaN. Rows of zeros have codes 0.
+// Barriers  one per key tile, and one before the output.
+// Edges     as tensor_core/forward.cu. A query with a NaN or an infinity has scale NaN, and so has a key: every score
+//           of it is NaN. Rows of zeros have codes 0.
 //
 // Three entries share the loop: with ForwardParams for a batch, with VarlenParams for packed sequences, and with
 // PagedParams for keys in the blocks of a cache (paged_attention). Shapes of the last are those of

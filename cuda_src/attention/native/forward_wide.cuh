@@ -2,7 +2,8 @@
 // which four warps share 32 rows, with tiles of keys that pass no register on their way to shared memory (cp.async).
 //
 // Budget    shared memory: K and V twice, and what warps exchange; or Q or the output tile: at most 79 KiB.
-// Barriers  as there. The copies of a tile's V and of the next one's K begin with its products and end with its softmax.
+// Barriers  as there. The copies of a tile's V and of the next one's K begin with its products and end with its
+//           softmax.
 // Edges     as forward.cu.
 #pragma once
 

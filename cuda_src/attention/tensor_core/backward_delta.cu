@@ -8,9 +8,9 @@
 //
 // Shapes    BackwardParams (backward_params.cuh), which also describes the statistics, or VarlenBackwardParams:
 //           packed sequences (sequences.cuh), each found by its warp, 32 at a time; sizes (CTAs, 2).
-// Work      ROW_LANES lanes own one row, each 8 columns of it (16 of more than 256); grid B * H * rows_padded / (THREADS / ROW_LANES), at
-//           least 1, and after that B * G * keys_padded / (THREADS / ROW_LANES) (packed: without B). The scratch to be
-//           zeroed is spread over the grid.
+// Work      ROW_LANES lanes own one row, each 8 columns of it (16 of more than 256); grid B * H * rows_padded /
+//           (THREADS / ROW_LANES), at least 1, and after that B * G * keys_padded / (THREADS / ROW_LANES) (packed:
+//           without B). The scratch to be zeroed is spread over the grid.
 // Budget    a float per warp of shared memory; about 40 registers. Reads out, dout and V once.
 // Edges     rows without a key, and rows of the scratch that belong to no sequence, get L = +inf and delta = 0.
 #if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(ROW_LANES) || !defined(VEC)

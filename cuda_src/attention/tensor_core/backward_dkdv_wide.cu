@@ -1,8 +1,8 @@
-// Attention backward on tensor cores for head dims of more than 256 columns: dK and dV, and with ONE_PASS dQ as well, as
-// attention_backward_dkdv computes them (see there).
+// Attention backward on tensor cores for head dims of more than 256 columns: dK and dV, and with ONE_PASS dQ as well,
+// as attention_backward_dkdv computes them (see there).
 //
-// Here all warps of a CTA share 32 keys, by columns. Each of the first kSlices warps keeps its columns of K and of dK and
-// reads Q; each of the others keeps its columns of V and of dV and reads dout. A product of scores is a sum over
+// Here all warps of a CTA share 32 keys, by columns. Each of the first kSlices warps keeps its columns of K and of dK
+// and reads Q; each of the others keeps its columns of V and of dV and reads dout. A product of scores is a sum over
 // columns: the warps write their parts of S^T and dP^T to shared memory, the warps of values add them up, turn one tile
 // of scores each into P and dS, and write those for all. So a fragment of Q or dout serves 32 keys, which halves the
 // reads of shared memory; its bandwidth binds here. dQ += dS K takes K from registers: an 8x8 matrix of A fragments,
@@ -12,8 +12,8 @@
 //           in steps of 128 columns, zero-filled.
 // Tiles     kKeys = 32 keys by TILE_Q queries; a warp's slice is a quarter of the columns.
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each loops over the query tiles of all query heads of its group.
-// Budget    registers: K and dK, or V and dV: 3 / 8 of the head dim. Shared memory: one tile of Q and dout (NATIVE: two),
-//           the parts of S^T and dP^T, P^T and dS^T.
+// Budget    registers: K and dK, or V and dV: 3 / 8 of the head dim. Shared memory: one tile of Q and dout (NATIVE:
+//           two), the parts of S^T and dP^T, P^T and dS^T.
 // Barriers  per query tile two of the CTA and two of each kind of warps; where NATIVE three of the CTA.
 // Edges     as attention_backward_dkdv.
 #include "dkdv.cuh"

@@ -1,9 +1,9 @@
-// Attention backward on tensor cores for head dims of more than 256 columns, second of two deterministic kernels: dQ, as
-// attention_backward_dq computes it (see there).
+// Attention backward on tensor cores for head dims of more than 256 columns, second of two deterministic kernels: dQ,
+// as attention_backward_dq computes it (see there).
 //
-// Here all warps of a CTA share 32 query rows, by columns. Half of the warps keep their columns of Q and of dQ: parts of
-// S = Q K^T, and later dQ += dS K. The others keep their columns of dout: parts of dP = dout V^T. They also bring K and
-// V, add up the parts, which go through shared memory, and turn the scores into dS.
+// Here all warps of a CTA share 32 query rows, by columns. Half of the warps keep their columns of Q and of dQ: parts
+// of S = Q K^T, and later dQ += dS K. The others keep their columns of dout: parts of dP = dout V^T. They also bring K
+// and V, add up the parts, which go through shared memory, and turn the scores into dS.
 //
 // Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims
 //           in steps of 128 columns, zero-filled.

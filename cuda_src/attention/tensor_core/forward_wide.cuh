@@ -18,11 +18,11 @@
 // Edges     as forward.cu; chunks beyond the columns are zeros, and not stored.
 //
 // Chosen by a model of sm_75 at head dim 512 (python -m cupyattn turing, T4, 2026-11-28, with 330 cycles for a global
-// load), where this loop had 0.54 of the tensor cores. Pairs of warps with 16 rows, each with half of the columns and the
-// softmax of all 16, have 0.50: K and V are read from shared memory twice as often. Four warps with 32 rows that all do
-// the softmax of all of them have 0.45: the parts of the scores are read four times. This scheme with P V of the same
-// tile after the softmax has 0.51, and with all loads and stores of a tile at once 0.48. A CTA with half of the output's
-// columns would compute the scores twice: 0.67 at the most.
+// load), where this loop had 0.54 of the tensor cores. Pairs of warps with 16 rows, each with half of the columns and
+// the softmax of all 16, have 0.50: K and V are read from shared memory twice as often. Four warps with 32 rows that
+// all do the softmax of all of them have 0.45: the parts of the scores are read four times. This scheme with P V of the
+// same tile after the softmax has 0.51, and with all loads and stores of a tile at once 0.48. A CTA with half of the
+// output's columns would compute the scores twice: 0.67 at the most.
 #pragma once
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || \
@@ -299,8 +299,8 @@ struct KeyMoves {
 #endif
 
 // One key tile, and the output of the one before, if the warp's rows saw it (`pending`, which becomes whether they see
-// this one). V takes the place of the tile before the last one, the next tile's K that of this one's, once that has been
-// read, or with copies the other one (KeyMoves). The loader looks up the tile after the next one.
+// this one). V takes the place of the tile before the last one, the next tile's K that of this one's, once that has
+// been read, or with copies the other one (KeyMoves). The loader looks up the tile after the next one.
 template <bool kMasked, typename Loader, typename Tile>
 __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loader& loader, KeyMoves<Loader>& moves,
                                          const Tile& tile, int half, bool more, bool& pending,

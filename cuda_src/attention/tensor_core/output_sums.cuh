@@ -3,10 +3,11 @@
 // accumulators at twice the rate; a T4 does not.
 //
 // Float16 sums have limits. P must leave room for them: a thread's P of a tile add up to at most kLargestSum (64), so
-// those of a row, which four threads have, to 256, and with |v| up to MAX_HALF_SUM_VALUE in ops/attention/options.py (250)
-// no sum comes near 65504. Where all keys of a tile weigh the same, P = 1 is therefore stored as 256 / tile_k. What
-// packing flushes is 2^-14 of that unit: a P below 2^-18 of the row's largest with 16 keys a tile, 2^-17 with 32, 2^-16
-// with 48 and 64. Each mma rounds its sum to nearest: 2^-11 of it, tile_k / 8 times a tile (ops/attention/bounds.py).
+// those of a row, which four threads have, to 256, and with |v| up to MAX_HALF_SUM_VALUE in ops/attention/options.py
+// (250) no sum comes near 65504. Where all keys of a tile weigh the same, P = 1 is therefore stored as 256 / tile_k.
+// What packing flushes is 2^-14 of that unit: a P below 2^-18 of the row's largest with 16 keys a tile, 2^-17 with 32,
+// 2^-16 with 48 and 64. Each mma rounds its sum to nearest: 2^-11 of it, tile_k / 8 times a tile
+// (ops/attention/bounds.py).
 #pragma once
 
 #if !defined(ACCUMULATOR)
@@ -40,7 +41,8 @@ struct OutputSums<float32, kKeys, kSteps> {
   template <typename Scalar>
   using Range = PackedRange<Scalar>;
 
-  // acc += P V, which comes in steps of kNTiles fragments, 8 keys after 8 keys, group of columns by group. The first row of V is at v_s.
+  // acc += P V, which comes in steps of kNTiles fragments, 8 keys after 8 keys, group of columns by group. The first
+  // row of V is at v_s.
   template <typename Scalar, typename Tile, int kNTiles, int kMTiles, int kOutTiles>
   __device__ __forceinline__ static void add(float (&acc)[kMTiles][kOutTiles][4],
                                              const uint32 (&p)[kSteps][kNTiles][kMTiles][2], uint32 v_s,

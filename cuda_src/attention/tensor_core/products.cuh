@@ -174,7 +174,8 @@ __device__ __forceinline__ void clear(float (&acc)[kA][kB][4]) {
 }
 
 // What follows is for head dims of more than 256 columns: kSlices warps share the columns of the rows that a CTA keeps.
-// A product of scores is a sum over columns, so each warp has a part of it, and shared memory brings the parts together.
+// A product of scores is a sum over columns, so each warp has a part of it, and shared memory brings the parts
+// together.
 
 // k8 steps of a warp: whole groups of chunks.
 __host__ __device__ constexpr int slice_steps(int columns, int slices) {

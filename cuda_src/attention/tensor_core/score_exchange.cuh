@@ -4,8 +4,9 @@
 // probabilities go back to all four. What passes between the warps lies in fragments' order: 8 or 16 neighbouring bytes
 // a lane, without bank conflicts.
 //
-// Row 8 w + lane / 4 of the 32 is warp w's. Of the output it is in half w % 2 of m16 tile w / 2. In the scores each warp
-// has its own rows first: half x % 2 of m16 tile x / 2 has the rows of warp w ^ x, so that no register depends on w.
+// Row 8 w + lane / 4 of the 32 is warp w's. Of the output it is in half w % 2 of m16 tile w / 2. In the scores each
+// warp has its own rows first: half x % 2 of m16 tile x / 2 has the rows of warp w ^ x, so that no register depends on
+// w.
 #pragma once
 
 #include "score_tile.cuh"

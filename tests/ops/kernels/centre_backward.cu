@@ -1,6 +1,7 @@
 // A row operation for the tests of the mechanism: rows of x less their mean, times a weight for each column, backward.
 //
-//   g_i = dout_i w_i,   dx_i = scale (g_i - mean_j g_j),   mean = mean_j x_j,   dweight_i = sum over rows of dout_i (x_i - mean)
+//   g_i = dout_i w_i,   dx_i = scale (g_i - mean_j g_j),   mean = mean_j x_j,
+//   dweight_i = sum over rows of dout_i (x_i - mean)
 //
 // Shapes    dout, x and dx of any rank; weight and dweight (length,); mean (rows,) float32 (rows.cuh).
 // Work      LANES threads own a row; a CTA walks rows gridDim.x * kRowsPerCta apart and leaves partial sums of dweight.
