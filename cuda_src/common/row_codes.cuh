@@ -1,7 +1,7 @@
 // Rows in int8 with one scale each, and the rotation of their blocks of 64 neighbouring items.
 //
-//   rotated   v = x H, a block of 64 at a time, with H Sylvester's Hadamard matrix: v_j = sum_i (-1)^popcount(i & j)
-//             x_i (H H = 64, so the orthogonal rotation is v / 8); otherwise v = x
+//   rotated   v = x H, a block of 64 at a time, with H Sylvester's Hadamard matrix:
+//             v_j = sum_i (-1)^popcount(i & j) x_i (H H = 64, so the orthogonal rotation is v / 8); otherwise v = x
 //   absmax = max_i |v_i|,   scale = absmax / 127 (rotated: absmax / (8 127)),   q_i = round(v_i (127 / absmax))
 //
 // Every operation is float32, correctly rounded, and subnormal results are 0: codes and scales equal NumPy's. H is six

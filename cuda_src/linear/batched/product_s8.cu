@@ -1,5 +1,5 @@
-// out = a b for each member of a batch of int8 matrices: int32 sums, exact. On integer tensor cores, or with
-// DOT_PRODUCTS by dp4a, for devices without them.
+// out = a b for each member of a batch of int8 matrices: int32 sums, exact. On integer tensor cores, or
+// with DOT_PRODUCTS by dp4a, for devices without them.
 //
 // Shapes    a (rows, inner), b (inner, columns) and out (rows, columns) of each member (batch.cuh), rows of out
 //           contiguous. Shared memory has lines along the sum, because ldmatrix.trans moves items of 16 bits. A_LOADER

@@ -5,8 +5,8 @@
 // (weights.cuh has the fragments). Weights bypass L1 and shared memory; x is read through L1, which warps and CTAs
 // share.
 //
-// Shapes    tile.cuh. Arrays of DTYPE. M up to 8 X_TILES; any N and K; OUT is DTYPE, or float32 for the sums of a split
-//           K (merge.cu).
+// Shapes    tile.cuh. Arrays of DTYPE. M up to 8 X_TILES; any N and K; OUT is DTYPE, or float32 for the sums of
+//           a split K (merge.cu).
 // Work      A warp sums 16 W_TILES columns of w for all rows of x, over every K_WARPS-th burst of its part of K.
 //           K_WARPS warps of a CTA share the columns; GROUPS such groups have neighbouring columns. Grid: splits *
 //           ceil(N / columns of a CTA); the tiles of one split are neighbours.

@@ -135,7 +135,7 @@ def choose_forward(
         return ForwardChoice(chosen, (f"implementation={chosen!r} was passed",), problem, laid)
     rotary = problem.layouts.cos is not None
     dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
-    kernels = kernels_of(dtype, dims, traits)
+    kernels = kernels_of(dtype, traits)
     half_sums = problem.options.accumulator == "float16"
     if half_sums:
         require_half_sum_kernels(kernels, dims, traits)
@@ -146,13 +146,7 @@ def choose_forward(
         how_decoded = DECODE_ARITHMETIC[launch_of(inner, traits).tensor_cores]
         why = (reason, how_decoded.format(dtype=dtype), *([DECODED_SUMS] if half_sums else []))
         return ForwardChoice("decode", why, inner, laid, rotated)
-    dtype = problem.dtype.name
-    kernels = kernels_of(dtype, traits)
-    reasons = [arithmetic(kernels, dtype)]
-    if problem.options.accumulator == "float16":
-        dims = problem.head_dim, problem.head_dim_v
-        require_half_sum_kernels(kernels, dims, traits)
-        reasons.append(HALF_SUMS)
+    reasons = [arithmetic(kernels, dtype), *([HALF_SUMS] if half_sums else [])]
     inner, rotated = problem, ()
     if rotary and kernels == "tensor_core" and _rotates_queries(problem, traits):
         inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
@@ -191,6 +185,7 @@ def _choose_int8(
 
 HALF_SUMS = "sums of a tile of keys are float16: accumulator='float16' was passed"
 """The reason for kernels with float16 accumulators."""
+DECODED_SUMS = "accumulator='float16' changes nothing: decode kernels have float32 sums"
 _MOST_HALF_SUMS = 256
 """The largest D and Dv of kernels with float16 accumulators."""
 _ARITHMETIC = {

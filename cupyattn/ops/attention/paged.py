@@ -297,13 +297,10 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     half_sums = problem.options.accumulator == "float16"
     if half_sums and not quantised:
         dims = problem.head_dim, problem.head_dim
-        require_half_sum_kernels(kernels_of(dtype, dims, traits), dims, traits)
+        require_half_sum_kernels(kernels_of(dtype, traits), dims, traits)
     if not decoded:
         traits.choices.because(reason, *_reasons_of_prompts(problem, traits))
-        if problem.options.accumulator == "float16":
-            dims = problem.head_dim, problem.head_dim
-            if not isinstance(problem.layouts, QuantizedPagedArrays):
-                require_half_sum_kernels(kernels_of(dtype, traits), dims, traits)
+        if half_sums:
             traits.choices.because(HALF_SUMS)
         plan = planner.plan(_prefill_step(problem, laid, planner, traits))
         return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))
