@@ -135,12 +135,15 @@ def test_known_targets(target: int) -> None:
 
 
 ADDRESSES = """
-  .shared .align 16 .b8 s[16]; .extern .shared .align 16 .b8 d[];
+  .shared .align 4096 .b8 s[16]; .extern .shared .align 2048 .b8 d[];
   ld.param.u64 %rd1, [p0]; mov.u32 %r1, s; mov.u32 %r2, d; mov.u32 %r3, %total_smem_size;
   st.global.v2.u32 [%rd1], {%r1, %r2}; st.global.u32 [%rd1+8], %r3;
   add.u32 %r4, %r1, %r3; st.shared.u8 [%r1], 1; st.shared.u8 [%r4+LAST], 1;
 """
-"""The addresses of static and dynamic shared memory, and stores to the first and last byte."""
+"""The addresses of static and dynamic shared memory, and stores to the first and last byte.
+
+Alignments count from the beginning of a block's variables, as on an H200 (2026-11-29).
+"""
 
 
 @pytest.mark.parametrize("target", SHARED_BYTES)
@@ -148,15 +151,15 @@ def test_shared_memory_begins_after_what_the_system_reserves(target: int) -> Non
     text = kernel_text(ADDRESSES, target=target)
     start, limit = 1024 * (target >= 80), SHARED_BYTES[target]
     out = np.zeros(3, "u4")
-    for total in (48, limit):  # the KiB of the system does not count
-        emulator.run(text.replace("LAST", "-1"), "k", 1, 1, [out], shared_bytes=total - 16)
-        assert out.tolist() == [start, start + 16, total]
-    for last, where in (("0", r"offset 64: 0 bytes past its end \(after `d`, 48 bytes at 16"),
-                        ("-65", "offset -1: 1 bytes before its start")):  # fmt: skip
+    for total in (2096, limit):  # the KiB of the system does not count
+        emulator.run(text.replace("LAST", "-1"), "k", 1, 1, [out], shared_bytes=total - 2048)
+        assert out.tolist() == [start, start + 2048, total]
+    for last, where in (("0", r"offset 2096: 0 bytes past its end \(after `d`, 48 bytes at 2048"),
+                        ("-2097", "offset -1: 1 bytes before its start")):  # fmt: skip
         with pytest.raises(OutOfBoundsError, match=where):
             emulator.run(text.replace("LAST", last), "k", 1, 1, [out], shared_bytes=48)
     with pytest.raises(LaunchError, match=f"needs {limit + 1} bytes .* sm_{target} has {limit}:"):
-        emulator.run(text.replace("LAST", "-1"), "k", 1, 1, [out], shared_bytes=limit - 15)
+        emulator.run(text.replace("LAST", "-1"), "k", 1, 1, [out], shared_bytes=limit - 2047)
 
 
 @pytest.mark.gpu
@@ -166,7 +169,7 @@ def test_shared_memory_of_a_gpu_begins_there(tmp_path: Path) -> None:
     target = 80 if int(cupy.cuda.Device().compute_capability) >= 80 else 75
     text = kernel_text(ADDRESSES.replace("LAST", "-1"), target=target)
     got = run_on_the_gpu(text, 1, 1, np.zeros(3, "u4"), tmp_path, shared_bytes=48)
-    assert got.tolist() == [shared_start(target), shared_start(target) + 16, 64]
+    assert got.tolist() == [shared_start(target), shared_start(target) + 2048, 2096]
 
 
 @pytest.mark.parametrize("target", [75, 80])
