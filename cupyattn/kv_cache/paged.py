@@ -173,6 +173,25 @@ MOST_BLOCK_SIZE = MOST_SLOTS // SLOTS_OF_A_LOAD * SLOTS_OF_A_LOAD
 MOST_HEAD_DIM = 512
 MOST_INT8_HEAD_DIM = 256
 """The largest head dim of attention over int8 keys."""
+Pools = Array | tuple[Array, ...]
+"""Blocks of all layers in an array whose first axis is the layer, or an array for each layer."""
+
+
+def as_counts_of_layers(
+    name: str, given: int | Iterable[int], num_layers: int, most: int | None = None
+) -> list[int]:
+    """Read a count for each layer, which may be one for all."""
+    if not isinstance(given, list | tuple):
+        one: Any = given
+        return [as_count(name, one, 1, most)] * num_layers
+    if len(given) != num_layers:
+        raise error(
+            ValueError,
+            f"got {name} for {len(given)} layers",
+            f"the cache has {num_layers} layers",
+            "pass an int for all, or one for each layer",
+        )
+    return [as_count(f"{name}[{layer}]", each, 1, most) for layer, each in enumerate(given)]
 
 
 class PagedKVCache(CacheSteps):
@@ -189,7 +208,7 @@ class PagedKVCache(CacheSteps):
         Blocks of the pool.
     block_size : int
         Tokens in a block, a multiple of 16.
-    num_kv_heads, head_dim : int
+    num_kv_heads, head_dim : int, or an int for each layer
         G and D of keys and values; D is at most 512.
     dtype : {"float16", "float32", "bfloat16", "int8", "int4"}
         How they are kept; a NumPy dtype of such a name will do. "int8" and "int4" are quantised by
@@ -210,7 +229,8 @@ class PagedKVCache(CacheSteps):
         ``allocator.add(tokens)`` makes a sequence. Sequences of another allocator are refused.
     k, v : array (num_layers, num_blocks, block_size, G, D)
         The pools; ``cache.k[layer]`` is the k_cache of `paged_attention`. Of "int4" they are uint8
-        with ``D // 2`` bytes in the last axis.
+        with ``D // 2`` bytes in the last axis. Where layers differ in G or D, these and the arrays
+        below are tuples of an array for each layer.
     k_scales, v_scales : float32 array (num_layers, num_blocks, block_size, G), or None
         Only of "int8" and "int4"; with int8_keys k_scales alone.
     k_centre : float32 array (num_layers, G, D), or None
@@ -265,8 +285,8 @@ class PagedKVCache(CacheSteps):
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_kv_heads: int | Iterable[int],
+        head_dim: int | Iterable[int],
         *,
         dtype: object,
         xp: ModuleType,
@@ -287,14 +307,14 @@ class PagedKVCache(CacheSteps):
         of_keys = FORMATS["int8"] if int8_keys else form
         require_library(xp)
         num_layers = as_count("num_layers", num_layers, 1)
-        num_kv_heads = as_count("num_kv_heads", num_kv_heads, 1)
-        head_dim = as_count(
-            "head_dim", head_dim, 1, MOST_INT8_HEAD_DIM if int8_keys else MOST_HEAD_DIM
-        )
-        if int8_keys and head_dim % 2:
+        of_heads = as_counts_of_layers("num_kv_heads", num_kv_heads, num_layers)
+        most = MOST_INT8_HEAD_DIM if int8_keys else MOST_HEAD_DIM
+        dims = as_counts_of_layers("head_dim", head_dim, num_layers, most)
+        odd = next((dim for dim in dims if dim % 2), None)
+        if int8_keys and odd is not None:
             raise error(
                 ValueError,
-                f"got head_dim = {head_dim} with int8_keys=True",
+                f"got head_dim = {odd} with int8_keys=True",
                 "kernels of prompts load two codes at a time: D is even",
                 "leave int8_keys out, or pad the heads by an item of 0",
             )
@@ -309,7 +329,7 @@ class PagedKVCache(CacheSteps):
             )
         for name, number, factor in (
             ("block_size", block_size, SLOTS_OF_A_LOAD),
-            ("head_dim", head_dim, form.packed),
+            *(("head_dim", dim, form.packed) for dim in dict.fromkeys(dims)),
         ):
             if number % factor:
                 raise error(
@@ -327,27 +347,36 @@ class PagedKVCache(CacheSteps):
         )
         self._dtype = form.name
         self._xp = xp
-        self._storage = Storage(
-            form,
-            num_layers,
-            num_blocks,
-            self.allocator.num_host_blocks,
-            (block_size, num_kv_heads, head_dim),
-            xp,
-            of_keys,
-        )
-        arrays = self._storage.device
-        self.k: Array = arrays["k"]
-        self.v: Array = arrays["v"]
-        self.k_scales: Array | None = arrays.get("k_scales")
-        self.v_scales: Array | None = arrays.get("v_scales")
-        self.k_centre: Array | None = None
+        self._sizes = tuple(zip(of_heads, dims, strict=True))
+        self._storages: list[Storage] = []
+        self._layers: list[dict[str, Array]] = [{} for _ in range(num_layers)]
+        centres: list[Array] = []
+        for heads, dim in dict.fromkeys(self._sizes):
+            alike = [i for i, size in enumerate(self._sizes) if size == (heads, dim)]
+            host_blocks, slots = self.allocator.num_host_blocks, (block_size, heads, dim)
+            storage = Storage(form, len(alike), num_blocks, host_blocks, slots, xp, of_keys)
+            self._storages.append(storage)
+            arrays = storage.device
+            if int8_keys:
+                centres.append(xp.zeros((len(alike), heads, dim), np.float32))
+                arrays = {**arrays, "k_centre": centres[-1]}
+            for place, layer in enumerate(alike):
+                self._layers[layer] = {name: array[place] for name, array in arrays.items()}
+        self.k: Pools = self._pools("k")
+        self.v: Pools = self._pools("v")
+        names = self._layers[0]
+        self.k_scales: Pools | None = self._pools("k_scales") if "k_scales" in names else None
+        self.v_scales: Pools | None = self._pools("v_scales") if "v_scales" in names else None
+        self.k_centre: Pools | None = None
         if int8_keys:
-            self.k_centre = xp.zeros((num_layers, num_kv_heads, head_dim), np.float32)
-            arrays = {**arrays, "k_centre": self.k_centre}
-        self._layers = [
-            {name: array[layer] for name, array in arrays.items()} for layer in range(num_layers)
-        ]
+            whole = len(centres) == 1
+            self.k_centre = centres[0] if whole else tuple(e["k_centre"] for e in self._layers)
+
+    def _pools(self, name: str) -> Pools:
+        """Return an array of all layers, or an array for each layer if these differ in size."""
+        if len(self._storages) == 1:
+            return self._storages[0].device[name]
+        return tuple([arrays[name] for arrays in self._layers])
 
     __reduce_ex__ = uncopied(
         "two would give the same blocks twice",
@@ -355,18 +384,22 @@ class PagedKVCache(CacheSteps):
     )
 
     def __repr__(self) -> str:
-        layers, blocks, size, heads, _ = self.k.shape
+        blocks, size = self.allocator.num_blocks, self.allocator.block_size
         return (
-            f"<PagedKVCache of {blocks} blocks of {size} tokens in {layers} layers, {heads} heads, "
-            f"{self._kept}, {self.nbytes:,} bytes>"
+            f"<PagedKVCache of {blocks} blocks of {size} tokens in {len(self._layers)} layers, "
+            f"{self._heads} heads, {self._kept}, {self.nbytes:,} bytes>"
         )
 
+    @property
+    def _heads(self) -> str:
+        return " or ".join(map(str, dict.fromkeys(heads for heads, _ in self._sizes)))
+
     def _repr_html_(self) -> str:
-        layers, blocks, size, heads, _ = self.k.shape
+        blocks, size = self.allocator.num_blocks, self.allocator.block_size
         counted = self.statistics()
         known = {
-            "blocks": f"{blocks:,} of {size} tokens, in each of {layers} layers",
-            "keys and values": f"{heads} heads in {self._kept}",
+            "blocks": f"{blocks:,} of {size} tokens, in each of {len(self._layers)} layers",
+            "keys and values": f"{self._heads} heads in {self._kept}",
             "size": size_text(self.nbytes) + (" on the GPU" if self._xp is not np else ""),
             "empty slots in used blocks": f"{counted.fragmentation:.1%}",
             "tokens found cached": f"{counted.prefix_hit_rate:.1%}",
@@ -386,7 +419,7 @@ class PagedKVCache(CacheSteps):
     @property
     def nbytes(self) -> int:
         """The size of the pools with their scales, in bytes."""
-        return self._storage.nbytes
+        return sum(storage.nbytes for storage in self._storages)
 
     def scales(self, layer: int) -> dict[str, Array]:
         """Return k_scales and v_scales of a layer as keyword arguments; none of a float cache."""
@@ -428,7 +461,10 @@ class PagedKVCache(CacheSteps):
         """
         blocks = self.allocator.num_blocks
         if pairs := as_copies(copies, blocks, blocks):
-            copy_blocks(self.k, self.v, pairs, k_scales=self.k_scales, v_scales=self.v_scales)
+            for storage in self._storages:
+                arrays = storage.device
+                scales = {name: arrays.get(name) for name in ("k_scales", "v_scales")}
+                copy_blocks(arrays["k"], arrays["v"], pairs, **scales)
 
     def copy_to_host(self, copies: Iterable[Copy], /) -> None:
         """Copy blocks to host memory, as `Sequence.swap_out` returned them.
@@ -445,7 +481,9 @@ class PagedKVCache(CacheSteps):
         ValueError
             If a block does not exist. Nothing is copied then.
         """
-        self._storage.to_host(copies)
+        pairs = as_copies(copies, self.allocator.num_blocks, self.allocator.num_host_blocks)
+        for storage in self._storages:
+            storage.to_host(pairs)
 
     def copy_from_host(self, copies: Iterable[Copy], /) -> None:
         """Copy blocks back from host memory, bit for bit, as `Sequence.swap_in` returned them.
@@ -462,7 +500,9 @@ class PagedKVCache(CacheSteps):
         ValueError
             If a block does not exist. Nothing is copied then.
         """
-        self._storage.from_host(copies)
+        pairs = as_copies(copies, self.allocator.num_host_blocks, self.allocator.num_blocks)
+        for storage in self._storages:
+            storage.from_host(pairs)
 
     def statistics(self) -> CacheStatistics:
         """Count blocks and slots: see `CacheStatistics`."""

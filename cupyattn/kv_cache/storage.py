@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from cupyattn.kv_cache.arguments import as_copies
-from cupyattn.kv_cache.pool import Copy
 from cupyattn.runtime.arrays import Array, CudaArray, address, dtype_of
 from cupyattn.runtime.errors import error, shown
 
@@ -115,26 +113,25 @@ class Storage:
         """The size of the device's arrays."""
         return sum(array.nbytes for array in self.device.values())
 
-    def to_host(self, copies: Iterable[Copy]) -> None:
+    def to_host(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy blocks of the device to blocks of the host."""
         self._move(copies, self.device, self.host)
 
-    def from_host(self, copies: Iterable[Copy]) -> None:
+    def from_host(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy blocks of the host to blocks of the device."""
         self._move(copies, self.host, self.device)
 
     def _move(
-        self, copies: Iterable[Copy], source: dict[str, Array], target: dict[str, Array]
+        self, copies: Iterable[tuple[int, int]], source: dict[str, Array], target: dict[str, Array]
     ) -> None:
-        pairs = as_copies(copies, source["k"].shape[1], target["k"].shape[1])
         if not self._on_gpu:
-            for src, dst in pairs:
+            for src, dst in copies:
                 for name, array in target.items():
                     array[:, dst] = source[name][:, src]
             return
         with cast("CudaArray", self.device["k"]).device:
             stream = self._xp.cuda.get_current_stream().ptr
-            for src, dst in pairs:
+            for src, dst in copies:
                 for name, array in target.items():
                     self._copy_block(source[name], src, array, dst, stream)
 

@@ -24,6 +24,7 @@ from cupyattn.kv_cache import storage
 from cupyattn.ops.attention.reference.cache_formats import STORED_BITS
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 6
+ALIKE, MIXED = ((HEADS, HEAD_DIM),) * LAYERS, ((HEADS, HEAD_DIM), (2, 8))  # (G, D) of each layer
 CACHE_DTYPES = ("float16", "bfloat16", "float32", "int8", "int4")
 BASE: dict[str, Any] = {
     "num_layers": 2, "num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 8,
@@ -37,14 +38,14 @@ def token_dtype(dtype: str) -> np.dtype[Any]:
     return dtype_of("float32" if dtype.startswith("int") else dtype)
 
 
-def keys_and_values(tokens: Sequence[int], layer: int, dtype: str) -> np.ndarray:
-    """Return (2, tokens, heads, head dim); a token's depend on all tokens before it."""
+def keys_and_values(tokens: Sequence[int], layer: int, dtype: str, sizes: Any) -> np.ndarray:
+    """Return (2, tokens, *sizes); a token's depend on all tokens before it."""
     before, seeds = 0, []
     for token in tokens:
         before = content(before, token)
         seeds.append(before % 100_003)
     at = np.array(seeds, np.float64)[:, None, None]
-    heads, items = np.arange(HEADS)[:, None], np.arange(HEAD_DIM)
+    heads, items = np.arange(sizes[0])[:, None], np.arange(sizes[1])
     both = [np.sin(at * (1 + layer + 2 * part) + 7 * heads + items) for part in range(2)]
     return np.stack(both).astype(token_dtype(dtype))
 
@@ -53,9 +54,11 @@ class KnownCache:
     """A cache, and the tokens of its sequences: `write` appends, `require_contents` reads."""
 
     def __init__(self, dtype: str, *, side: Any = NUMPY, xp: Any = np, **options: Any) -> None:
+        self.of_layers = options.pop("of_layers", ALIKE)
         sizes = {"num_blocks": 24, "block_size": 16, **options}
+        heads, dims = zip(*self.of_layers, strict=True)
         self.cache = PagedKVCache(
-            LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=dtype, xp=xp, **sizes
+            LAYERS, num_kv_heads=heads, head_dim=dims, dtype=dtype, xp=xp, **sizes
         )
         self.allocator = self.cache.allocator
         self.side = side
@@ -67,34 +70,37 @@ class KnownCache:
         tables = self.cache.step_tables(sequences, counts)
         for layer in range(LAYERS):
             new = [
-                keys_and_values(self.tokens[id(each)], layer, self.cache.dtype)[
-                    :, len(each) - count :
-                ]
+                self.known(each, layer)[:, len(each) - count :]
                 for each, count in zip(sequences, counts, strict=True)
             ]
             if new:
                 k, v = (self.side.put(part) for part in np.concatenate(new, axis=1))
                 self.cache.append(layer, k, v, tables)
 
+    def known(self, sequence: cupyattn.Sequence, layer: int) -> np.ndarray:
+        """Return all keys and values of a sequence in a layer."""
+        given = self.tokens[id(sequence)], layer, self.cache.dtype, self.of_layers[layer]
+        return keys_and_values(*given)
+
     def require_contents(self, sequences: Sequence[cupyattn.Sequence]) -> None:
         """Every block of every sequence holds its tokens, bit for bit."""
         arrays = {"k": self.cache.k, "v": self.cache.v}
         arrays |= {"k_scales": self.cache.k_scales, "v_scales": self.cache.v_scales}
-        found = {name: self.side.get(each) for name, each in arrays.items() if each is not None}
+        found = {name: [*map(self.side.get, of)] for name, of in arrays.items() if of is not None}
         size = self.allocator.block_size
         for sequence in sequences:
             for layer in range(LAYERS):
-                expected = keys_and_values(self.tokens[id(sequence)], layer, self.cache.dtype)
+                expected = self.known(sequence, layer)
                 for part, stored in zip("kv", expected, strict=True):
                     wanted = {part: stored}
                     if self.cache.dtype.startswith("int"):
-                        bits = STORED_BITS[self.cache.k.dtype.name]
+                        bits = STORED_BITS[self.cache.k[layer].dtype.name]
                         quantised = reference.quantise(stored, bits)
                         wanted = dict(zip((part, f"{part}_scales"), quantised, strict=True))
                     for name, items in wanted.items():
                         for place, block in enumerate(sequence.block_ids):
                             of_block = items[place * size : (place + 1) * size]
-                            there = found[name][layer, block, : len(of_block)]
+                            there = found[name][layer][block, : len(of_block)]
                             assert block < 0 or there.tobytes() == of_block.tobytes()
 
 
@@ -152,9 +158,8 @@ def random_step(known: KnownCache, rng: random.Random, living: list, step: int) 
 def trial(dtype, seed, steps=25, **where):
     """Random operations on one cache; every sequence is read after each."""
     rng = random.Random(seed)
-    known = KnownCache(
-        dtype, prefix_caching=rng.random() < 0.7, num_host_blocks=rng.choice((2, 30)), **where
-    )
+    options = {"num_host_blocks": rng.choice((2, 30)), "of_layers": rng.choice((ALIKE, MIXED))}
+    known = KnownCache(dtype, prefix_caching=rng.random() < 0.7, **options, **where)
     living: list[cupyattn.Sequence] = []
     for step in range(2, 2 + steps):
         try:
@@ -210,12 +215,11 @@ PRETENDED = SimpleNamespace(
     __name__="cupy",
     zeros=lambda shape, dtype: np.zeros(shape, dtype).view(HostArray),
     cuda=SimpleNamespace(
-        PinnedMemory=bytearray,
-        PinnedMemoryPointer=lambda memory, offset: memory,
+        PinnedMemory=bytearray, PinnedMemoryPointer=lambda memory, offset: memory,
         get_current_stream=lambda: SimpleNamespace(ptr=5),
         runtime=SimpleNamespace(memcpyDefault="default", memcpy2DAsync=memcpy),
     ),
-)
+)  # fmt: skip
 """CuPy, as far as swapping goes."""
 
 
@@ -223,7 +227,6 @@ PRETENDED = SimpleNamespace(
 @pytest.mark.parametrize(
     ("side", "xp"),
     [(NUMPY, np), (NUMPY, PRETENDED), pytest.param(CUPY, None, marks=pytest.mark.gpu)],
-    ids=["numpy", "pretended", "cupy"],
 )
 @pytest.mark.parametrize("pitch", [storage.MOST_PITCH, 0], ids=["all layers at once", "each layer"])
 def test_blocks_come_back_from_host_memory_bit_for_bit(side, xp, dtype, pitch, monkeypatch):
@@ -278,9 +281,8 @@ def test_the_arrays(dtype):
 @pytest.mark.parametrize("side", [NUMPY, EMULATED], ids=["numpy", "emulator"])
 def test_int8_keys_and_float_values(side):
     """Codes of what is appended, with each layer's centre; copies and host memory have them too."""
-    cache = PagedKVCache(
-        LAYERS, 6, 16, HEADS, 8, dtype="float16", int8_keys=True, num_host_blocks=3, xp=np
-    )
+    options = {"dtype": "float16", "int8_keys": True, "num_host_blocks": 3, "xp": np}
+    cache = PagedKVCache(LAYERS, 6, 16, HEADS, 8, **options)
     assert "float16 with int8 keys" in repr(cache)
     assert (cache.k.dtype, cache.v.dtype, cache.v_scales) == (np.int8, np.float16, None)
     assert cache.nbytes == LAYERS * 6 * 16 * HEADS * (8 + 16 + 4)
@@ -312,6 +314,14 @@ def test_int8_keys_and_float_values(side):
             cache.k[:] = cache.v[:] = 0
             cache.copy_from_host(sequence.swap_in())
             fork = sequence
+
+
+def test_layers_of_other_sizes_have_arrays_of_their_own():
+    cache = PagedKVCache(**{**BASE, "num_kv_heads": (2, 1), "int8_keys": True})
+    assert [k.shape for k in cache.k] == [(4, 16, 2, 8), (4, 16, 1, 8)]
+    assert [centre.shape for centre in cache.k_centre] == [(2, 8), (1, 8)]
+    assert (cache.v_scales, cache.nbytes) == (None, 4 * 16 * 3 * (8 + 16 + 4))
+    assert "2 or 1 heads" in repr(cache) and "2 or 1 heads" in cache._repr_html_()
 
 
 def test_other_caches_have_no_int8_keys():
@@ -368,26 +378,19 @@ def test_statistics():
         ({"num_layers": 0}, ValueError, "num_layers = 0"),
         ({"num_layers": True}, TypeError, "num_layers = True"),
         ({"num_blocks": 0}, ValueError, "num_blocks = 0"),
-        (
-            {"num_blocks": 2**27},
-            ValueError,
-            "num_blocks = 134217728 of 16 tokens; allowed is 1 to 134217727 of that size",
-        ),
-        (
-            {"num_blocks": 10, "block_size": 2**40},
-            ValueError,
-            "block_size = 1099511627776; allowed is 16 to 2147483632",
-        ),
-        (
-            {"num_blocks": 10, "block_size": 2**30},
-            ValueError,
-            "num_blocks = 10 of 1073741824 tokens; allowed is 1 to 1 of that size: a cache has at "
-            "most 2147483647 slots; pass fewer blocks, or smaller ones",
-        ),
+        ({"num_blocks": 2**27}, ValueError,
+         "num_blocks = 134217728 of 16 tokens; allowed is 1 to 134217727 of that size"),
+        ({"num_blocks": 10, "block_size": 2**40}, ValueError,
+         "block_size = 1099511627776; allowed is 16 to 2147483632"),
+        ({"num_blocks": 10, "block_size": 2**30}, ValueError,
+         "num_blocks = 10 of 1073741824 tokens; allowed is 1 to 1 of that size: a cache has at "
+         "most 2147483647 slots; pass fewer blocks, or smaller ones"),
         ({"block_size": 8}, ValueError, "block_size = 8"),
         ({"block_size": 24}, ValueError, "block_size = 24 .*multiple of 16; pass 32"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads = 0"),
         ({"head_dim": 513}, ValueError, "head_dim = 513"),
+        ({"head_dim": (8, 513)}, ValueError, r"head_dim\[1\] = 513; allowed is 1 to 512"),
+        ({"num_kv_heads": [2] * 3}, ValueError, "num_kv_heads for 3 layers; the cache has 2"),
         ({"head_dim": 7, "dtype": "int4"}, ValueError, "head_dim = 7 for dtype 'int4'; .*pass 8"),
         ({"watermark": 4}, ValueError, "watermark = 4"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks = -1"),
@@ -398,7 +401,7 @@ def test_statistics():
         ({"int8_keys": True, "head_dim": 258}, ValueError, "head_dim = 258; allowed is 1 to 256"),
         ({"int8_keys": True, "head_dim": 15}, ValueError, "head_dim = 15 with int8_keys=True"),
     ],
-)
+)  # fmt: skip
 def test_bad_caches_are_refused(changes, kind, passed):
     with pytest.raises(kind, match=passed):
         PagedKVCache(**{**BASE, **changes})
@@ -483,8 +486,7 @@ def test_tokens_that_do_not_fit_are_refused(k, v, kind, passed):
     tables = cache.step_tables([sequence], 3)
     with pytest.raises(kind, match=passed):
         cache.append(0, k, v, tables)
-    assert not cache.k.any()
-    assert not cache.v.any()
+    assert not (cache.k.any() or cache.v.any())
     cache.append(0, drawn(3, 2, 8), drawn(3, 2, 8), tables)
     assert cache.k[0].sum() == 3 * 16
 
@@ -570,8 +572,7 @@ def test_the_picture():
     for place, state in list(zip(places, states, strict=True))[4:]:
         (edge,) = place
         assert edge.get_facecolor()[0] == pytest.approx(greys[state])
-    given = picture_of(cache, axes=axes)
-    assert given is axes
+    assert picture_of(cache, axes=axes) is axes
     (text,) = picture_of(cache, [first]).get_legend().get_texts()
     assert text.get_text() == "sequence 0: 40 tokens"
     assert picture_of(PagedKVCache(**BASE)).get_legend() is None
