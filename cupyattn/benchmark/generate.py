@@ -24,7 +24,7 @@ from cupyattn.benchmark.libraries import BASELINES
 from cupyattn.benchmark.other_models import GENERATING, Generate, PromptSize, TimedRun, baseline
 from cupyattn.benchmark.timer import COPY
 from cupyattn.cli.arguments import integer
-from cupyattn.models.forward import activated
+from cupyattn.models.forward import Term, activated, heads_of, heads_with_values, scaled
 from cupyattn.models.generation.steps import append_options
 from cupyattn.models.loading import QUANTIZE, quantises_to
 from cupyattn.models.weights import empty
@@ -99,18 +99,17 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
         some = np.random.default_rng(0).standard_normal(shape, np.float32)
         return xp.asarray((0.1 * some).astype(kind))
 
-    heads, groups, width = config.num_heads, config.num_kv_heads, config.head_dim
     x = drawn(rows, config.hidden_size)
     # A float16 model adds to a float32 stream in its norms, others where a product is stored.
     in_stream = model.dtype == "float16"
     stream = x.astype(np.float32) if in_stream else x
     scale = 1.0 if in_stream else None
-    qkv = drawn(rows, heads + 2 * groups, width)
-    q, k, v = qkv[:, :heads], qkv[:, heads : heads + groups], qkv[:, heads + groups :]
-    seen, inner = drawn(rows, heads * width), drawn(rows, config.intermediate_size)
+    products = {heads: drawn(rows, sum(heads.rows)) for heads in config.heads}
+    results = {heads: drawn(rows, heads.rows[0]) for heads in config.heads}
+    inner = drawn(rows, config.intermediate_size)
     ids = xp.zeros(rows, np.int32)
     logits = drawn(rows, config.vocab_size)
-    cached = 2 * rows * groups * cache.nbytes // (2 * cache.k[..., 0].size)  # a token of a layer
+    slots = cache.allocator.num_blocks * cache.allocator.block_size
 
     def weighted(
         name: str, of: Any, given: Array, residual: Array | None = None, **options: object
@@ -147,8 +146,8 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
                    partial(cupyattn.embedding, weights.embedding, ids, scale=scale))
     ]  # fmt: skip
     if config.embedding_scale is not None and not in_stream:
-        scaled = partial(xp.multiply, x, config.embedding_scale, out=x.copy())
-        parts.append(DecodeCall("scale of embeddings", 2 * x.nbytes, scaled))
+        multiplied = partial(xp.multiply, x, config.embedding_scale, out=x.copy())
+        parts.append(DecodeCall("scale of embeddings", 2 * x.nbytes, multiplied))
     if weights.positions is not None:
         at = tables.positions[:rows]
         found = partial(cupyattn.embedding, weights.positions, at, scale=scale)
@@ -158,9 +157,17 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
             DecodeCall("sum of embeddings", 3 * stream.nbytes, summed),
         ]
     for index, layer in enumerate(weights.layers):
-        tables_of = model.rotary_of(index)
+        heads, tables_of = config.heads_of(index), model.rotary_of(index)
+        qkv, seen = products[heads], results[heads]
+        q, k, v = heads_of(heads, qkv)
         given = append_options(tables_of, q, layer.q_norm, layer.k_norm)
-        attention = [
+        kept = cache.k[index], cache.v[index], *cache.scales(index).values()
+        cached = rows * _nbytes(*kept) // slots  # a token
+        attention = []
+        if layer.v_eps is not None:
+            values = partial(heads_with_values, heads, layer, qkv)
+            attention.append(DecodeCall("norm of values", 2 * v.nbytes, values))
+        attention += [
             DecodeCall("rotary + append", 2 * qkv.nbytes,
                        partial(cache.append, index, k, v, tables, **given)),
             DecodeCall("attention", cached * context + 2 * q.nbytes,
@@ -171,6 +178,10 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
         if in_stream and layer.mlp_norm is None:
             output = [weighted("output + down", layer.output, seen, x)]
         down = added("down", layer.down, layer.down_norm, inner)
+        if layer.scalar is not None:
+            term = Term(x, layer.scales.after_down) if in_stream else None
+            by = partial(scaled, stream.copy(), term, layer.scalar)
+            down.append(DecodeCall("scalar of the layer", 2 * stream.nbytes, by))
         before = weights.layers[index - 1].down_norm
         parts.append(of_sum(layer.norm, before) if index else norm("norm", layer.norm, stream))
         if layer.qkv_up is not None:

@@ -30,7 +30,7 @@ def add_parser(commands: Commands) -> None:
         "generate",
         help="continue a text with a language model",
         description="Continue a text with GPT-2, Llama, Mistral, Ministral, Qwen2 or 3, SmolLM2 or "
-        "3, Gemma 2 or 3, or Phi-2, 3 or 4 on the GPU, or in NumPy if there is none. The text "
+        "3, Gemma 2, 3 or 4, or Phi-2, 3 or 4 on the GPU, or in NumPy if there is none. The text "
         "is printed as it is generated; then tokens a second, the time to the first token and "
         "memory.",
         epilog="python -m cupyattn generate smollm2 'The capital of France is'",

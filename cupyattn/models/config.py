@@ -18,15 +18,37 @@ from cupyattn.runtime.errors import error, shown
 
 RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 
-_MOST = {"num_layers": 10_000, "head_dim": 512, "max_positions": 10_000_000}
+_MOST = {
+    "num_layers": 10_000, "head_dim": 512, "global_head_dim": 512, "max_positions": 10_000_000,
+}  # fmt: skip
 _MOST_OTHERS = 10_000_000
 """No model is larger: such numbers are in damaged files."""
+_OF_GLOBAL_LAYERS = ("global_head_dim", "global_kv_heads")
 
-ARCHITECTURES = ("gpt2", "llama", "phi", "phi3", "gemma")
+ARCHITECTURES = ("gpt2", "llama", "phi", "phi3", "gemma", "gemma4")
 GATED = ("swiglu", "geglu", "geglu_tanh")
 """Activations of an MLP whose first product computes gate and up."""
 ELEMENTWISE = ("gelu", "gelu_tanh", "silu")
 """Activations that are also separate functions, not only epilogues of `cupyattn.linear`."""
+
+
+class Heads(NamedTuple):
+    """The heads of a layer: H query heads and G key-value heads of D features."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    keys_as_values: bool = False
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The heads of q, of k and, unless keys are the values, of v."""
+        return (self.num_heads, *(self.num_kv_heads,) * (1 if self.keys_as_values else 2))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The features of q, of k and, unless keys are the values, of v."""
+        return tuple([count * self.head_dim for count in self.counts])
 
 
 class Config(NamedTuple):
@@ -34,9 +56,10 @@ class Config(NamedTuple):
 
     Attributes
     ----------
-    architecture : {"gpt2", "llama", "phi", "phi3", "gemma"}
+    architecture : {"gpt2", "llama", "phi", "phi3", "gemma", "gemma4"}
         Which weights a layer has. "llama" is also Mistral, Ministral 3, Qwen2, Qwen3, SmolLM2 and
-        SmolLM3; "phi" is Phi-2; "phi3" is Phi-3 and Phi-4; "gemma" is Gemma 2 and Gemma 3.
+        SmolLM3; "phi" is Phi-2; "phi3" is Phi-3 and Phi-4; "gemma" is Gemma 2 and Gemma 3, and
+        "gemma4" dense Gemma 4.
     vocab_size : int
         V, the rows of the embedding; a tokenizer may know fewer.
     num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size : int
@@ -61,7 +84,7 @@ class Config(NamedTuple):
     bos_id, eos_ids : int or None, and tuple of int
         Tokens that begin, and end, a text.
     qk_norm : bool
-        Whether each head of q and of k is normalised before it is rotated (Qwen3, Gemma 3).
+        Whether each head of q and of k is normalised before it is rotated (Qwen3, Gemma 3, 4).
     global_layers : tuple of int
         Layers that see all earlier keys in a model with a window (Gemma).
     local_rope_base : float, optional
@@ -78,6 +101,13 @@ class Config(NamedTuple):
     query_growth : (float, int), optional
         (b, L): at position p, rotated queries are multiplied by 1 + b log(1 + floor(p / L))
         (Ministral 3).
+    global_head_dim, global_kv_heads : int, optional
+        D and G of `global_layers` (Gemma 4); by default those of all layers.
+    global_rotary_dim : int, optional
+        How many features of the heads of `global_layers` are rotated, with the frequencies and the
+        pairs of whole heads (Gemma 4); by default `rotary_dim`, with frequencies of their own.
+    keys_as_values : bool
+        Whether keys of `global_layers`, before norm and rotation, are their values too (Gemma 4).
     """
 
     architecture: str
@@ -111,6 +141,23 @@ class Config(NamedTuple):
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     query_growth: tuple[float, int] | None = None
+    global_head_dim: int | None = None
+    global_kv_heads: int | None = None
+    global_rotary_dim: int | None = None
+    keys_as_values: bool = False
+
+    def heads_of(self, layer: int) -> Heads:
+        """Return the heads of a layer."""
+        if layer not in self.global_layers:
+            return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        groups, dim = self.global_kv_heads, self.global_head_dim
+        sizes = groups or self.num_kv_heads, dim or self.head_dim
+        return Heads(self.num_heads, *sizes, self.keys_as_values)
+
+    @property
+    def heads(self) -> tuple[Heads, ...]:
+        """The heads of each layer."""
+        return tuple([self.heads_of(layer) for layer in range(self.num_layers)])
 
     def window_of(self, layer: int) -> tuple[int, int] | None:
         """Return the window of a layer, None if a query sees all earlier keys."""
@@ -178,30 +225,33 @@ them; "gemma-3-1b" and "phi-4-mini" are the instructed ones."""
 
 def checked(config: Config) -> Config:
     """Return the config if its numbers fit together, or raise ValueError."""
-    architecture, heads, groups = config.architecture, config.num_heads, config.num_kv_heads
+    architecture = config.architecture
     if architecture not in ARCHITECTURES:
         raise unknown_architecture(architecture)
     sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
              "intermediate_size", "max_positions")  # fmt: skip
-    if isinstance(config.head_dim, int) and _MOST["head_dim"] < config.head_dim <= 2**16:
-        raise error(
-            NotImplementedError,
-            f"head_dim = {config.head_dim}",
-            f"attention has kernels for head dims up to {_MOST['head_dim']}",
-            "load a model with smaller heads",
-        )
-    for name in sizes:
+    of_global = [name for name in _OF_GLOBAL_LAYERS if getattr(config, name) is not None]
+    for name in (*sizes, *of_global):
         size, most = getattr(config, name), _MOST.get(name, _MOST_OTHERS)
+        if name.endswith("head_dim") and isinstance(size, int) and most < size <= 2**16:
+            raise error(
+                NotImplementedError,
+                f"{name} = {size}",
+                f"attention has kernels for head dims up to {most}",
+                "load a model with smaller heads",
+            )
         _require(
             isinstance(size, int) and 1 <= size <= most,
             f"{name} = {shown(size)}",
             f"it must be an int, 1 to {most:,}",
         )
-    _require(
-        heads % groups == 0,
-        f"num_heads = {heads}, num_kv_heads = {groups}",
-        "num_heads must be a multiple of num_kv_heads",
-    )
+    for name in ("num_kv_heads", "global_kv_heads"):
+        groups = getattr(config, name) or 1
+        _require(
+            config.num_heads % groups == 0,
+            f"num_heads = {config.num_heads}, {name} = {groups}",
+            f"num_heads must be a multiple of {name}",
+        )
     rotary_dim, base = config.rotary_dim, config.rope_base
     for name in ("rope_base", "local_rope_base"):
         found = getattr(config, name)
@@ -221,6 +271,22 @@ def checked(config: Config) -> Config:
         rotary_dim % 2 == 0 and 0 <= rotary_dim <= config.head_dim,
         f"rotary_dim = {rotary_dim}, head_dim = {config.head_dim}",
         "rotary_dim must be even, and at most head_dim",
+    )
+    whole, part = config.global_head_dim or config.head_dim, config.global_rotary_dim
+    _require(
+        rotary_dim <= whole if part is None else (part % 2 == whole % 2 == 0 <= part <= whole),
+        f"rotary_dim = {rotary_dim}, global_rotary_dim = {part}, head dim {whole} in global layers",
+        "dims must be even, and those that are rotated at most the head dim",
+    )
+    _require(
+        part is None or config.rope_scaling is None,
+        f"global_rotary_dim = {part} with {config.rope_scaling}",
+        "rotary positions of a part of whole heads have no scaling",
+    )
+    _require(
+        not config.keys_as_values or architecture == "gemma4",
+        f"keys_as_values in a model of {architecture}",
+        "only gemma4 normalises values apart from keys",
     )
     rope_tables(1, rotary_dim, base=base, scaling=config.rope_scaling)  # checks both
     return config
@@ -265,7 +331,8 @@ def unknown_architecture(name: object, where: str = "") -> Exception:
         f"{where}{': ' if where else ''}the architecture {shown(name)}"
         f"{', a mixture of experts' if experts else ''}",
         "forwards exist for GPT-2, for Llama and what shares its layers (Mistral, Ministral, "
-        "Qwen2, Qwen3, SmolLM2, SmolLM3), for the text of Gemma 2 and 3, and for Phi-2, 3 and 4",
+        "Qwen2, Qwen3, SmolLM2, SmolLM3), for the text of Gemma 2, 3 and, from folders, 4, and for "
+        "Phi-2, 3 and 4",
         "load a dense model of one of these",
     )
 

@@ -4,7 +4,8 @@ float16 holds numbers up to 65,504. Models that were trained in bfloat16 exceed 
 states, which are float32 here (`cupyattn.models.forward`), and sometimes in what a layer computes.
 A factor 2^-k in a weight makes the product 2^k times smaller, and what reads it makes up for that:
 
-    v, output     attention is linear in v, so `output` has the inverse factor
+    v, output     attention is linear in v, so `output` has the inverse factor; a norm of the heads
+                  of v has eps 4^-k instead
     up, down      of a gated MLP: the activation is linear in up, so `down` has the inverse factor
     output, down  the next norm multiplies them by 2^k when it adds them to the float32 stream; a
                   norm of the product itself (Gemma) has eps 4^-k
@@ -43,6 +44,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,10 +52,18 @@ import numpy as np
 from cupyattn import QuantizedWeight, dequantize
 from cupyattn.models.checkpoints.contents import Naming, norm_name, product_names
 from cupyattn.models.config import GATED, Config
-from cupyattn.models.weights import EndScales, Layer, Norm, Product, Scales, Weights, spread_of
+from cupyattn.models.weights import (
+    EndScales,
+    Layer,
+    Norm,
+    Product,
+    Scales,
+    Weights,
+    like,
+    spread_of,
+)
 from cupyattn.ops.linear.weight_formats import rows_apart
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.value_checks import on_host
 
@@ -127,7 +137,7 @@ class _ScaledRows:
         found = np.abs(self.true_bias())
         for rows, weight in self.chunks():
             scale = max(float(items.max(initial=0.0)), 1e-30)
-            relative = _like(weight, items / scale)
+            relative = like(weight, items / scale)
             found[rows] += scale * on_host((abs(weight) * relative).sum(axis=1)).astype(np.float64)
         return _ROUNDING * found
 
@@ -217,17 +227,9 @@ def multiply(array: Array | QuantizedWeight, factor: Any) -> None:
 
 def _multiply_rows(array: Array, factor: Any) -> None:
     if isinstance(factor, np.ndarray):
-        array *= _like(array, factor.reshape(-1, *[1] * (array.ndim - 1))).astype(array.dtype)
+        array *= like(array, factor.reshape(-1, *[1] * (array.ndim - 1))).astype(array.dtype)
     else:
         array *= array.dtype.type(factor)
-
-
-def _like(array: Array, values: np.ndarray) -> Array:
-    """Return values in float32 where an array is."""
-    wide = values.astype(np.float32)
-    if isinstance(array, np.ndarray):
-        return wide
-    return load_cupy().asarray(wide)
 
 
 def in_range(
@@ -286,11 +288,17 @@ class _Fitting:
         a_mlp = a if layer.mlp_norm is None else self._norm_scale(before_mlp, own_gate, n)
 
         r_q, r_k = self._heads(q, norm, a, self._growth()), self._heads(k, norm, a)
-        of_v = v.reach(norm)
-        r_v = min(power_for(spread_of(output.weight) * of_v.max()), floor_power(a * v.most()))
-        groups = self.config.num_kv_heads
-        repeats = self.config.num_heads // groups
-        attended = of_v.reshape(groups, -1).repeat(repeats, axis=0).reshape(-1)
+        heads = self.config.heads_of(index)
+        repeats = heads.num_heads // heads.num_kv_heads
+        if layer.v_eps is None:
+            of_v = v.reach(norm)
+            r_v = min(power_for(spread_of(output.weight) * of_v.max()), floor_power(a * v.most()))
+            r_attended = r_v
+        else:  # v has a norm without a weight
+            of_v = np.full(len(v.weight), math.sqrt(heads.head_dim))
+            r_v = r_k if heads.keys_as_values else self._heads(v, norm, a)
+            r_attended = 1.0
+        attended = of_v.reshape(heads.num_kv_heads, -1).repeat(repeats, axis=0).reshape(-1)
         if gate is None:
             self._require(up, spread_of(down.weight) * float(of_up.max()))
             inner, r_up = of_up, 1.0
@@ -303,20 +311,22 @@ class _Fitting:
         of_output, of_down = output.sums(attended), down.sums(inner)
         if layer.mlp_norm is None:  # float16 adds the two
             both = of_output + of_down
-            r_output, r_down = output.most_of_rows(r_v, both), down.most_of_rows(r_up, both)
+            r_output = output.most_of_rows(r_attended, both)
+            r_down = down.most_of_rows(r_up, both)
             shared = isinstance(r_output, float) or isinstance(r_down, float)
             least = np.minimum(r_output, r_down)
             r_output = r_down = float(least.min()) if shared else least
         else:
-            r_output = output.most_of_rows(r_v, of_output)
+            r_output = output.most_of_rows(r_attended, of_output)
             r_down = down.most_of_rows(r_up, of_down)
         if layer.output_norm is not None:  # which mixes its rows
             r_output, r_down = float(np.min(r_output)), float(np.min(r_down))
 
         q.scale(r_q / a, r_q)
         k.scale(r_k / a, r_k)
-        v.scale(r_v / a, r_v)
-        output.scale(r_output / r_v, r_output)
+        if v is not k:
+            v.scale(r_v / a, r_v)
+        output.scale(r_output / r_attended, r_output)
         up.scale(r_up / a_mlp, r_up)
         if gate is not None:
             gate.scale(1 / a_mlp, 1.0)
@@ -335,17 +345,18 @@ class _Fitting:
             output_norm=output_norm,
             down_norm=down_norm,
             scales=Scales(
-                norm=a, q=r_q, k=r_k, v=r_v, output=r_output, output_norm=of_output_norm,
-                mlp_norm=a_mlp, up=r_up, down=r_down, down_norm=of_down_norm,
-                after_output=after_output, after_down=after_down,
+                norm=a, q=r_q, k=r_k, v=r_v, attended=r_attended, output=r_output,
+                output_norm=of_output_norm, mlp_norm=a_mlp, up=r_up, down=r_down,
+                down_norm=of_down_norm, after_output=after_output, after_down=after_down,
             ),
+            v_eps=layer.v_eps and layer.v_eps * r_v**2,
         )  # fmt: skip
 
     def _after(self, scale: Any, layer: Layer) -> Array | None:
         """Return what a norm multiplies a term by that has a scale, or one for each item."""
         if np.all(scale == 1):
             return None
-        return _like(layer.norm.weight, np.full(self.config.hidden_size, 1 / scale))
+        return like(layer.norm.weight, np.full(self.config.hidden_size, 1 / scale))
 
     def ends(self, weights: Weights) -> Weights:
         """Scale the arrays outside of the layers."""
@@ -378,11 +389,8 @@ class _Fitting:
         )
 
     def _parts(self, index: int, layer: Layer) -> tuple[Any, ...]:
-        """Return q, k, v, gate or None, up, output and down."""
-        config = self.config
-        queries, keys = (
-            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
-        )
+        """Return q, k, v (k itself where keys are the values), gate or None, up, output, down."""
+        config, heads = self.config, self.config.heads_of(index)
         inner = config.intermediate_size
 
         def rows(field: str, number: int, start: int, stop: int) -> _ScaledRows:
@@ -393,10 +401,12 @@ class _Fitting:
         of_gate, of_up = None, rows("up", 0, 0, inner)
         if config.activation in GATED:
             of_gate, of_up = of_up, rows("up", 1, inner, 2 * inner)
+        ends = (0, *accumulate(heads.rows))
+        q, k, *v = (rows("qkv", n, *pair) for n, pair in enumerate(pairwise(ends)))
         return (
-            rows("qkv", 0, 0, queries),
-            rows("qkv", 1, queries, queries + keys),
-            rows("qkv", 2, queries + keys, queries + 2 * keys),
+            q,
+            k,
+            *(v or [k]),
             of_gate,
             of_up,
             rows("output", 0, 0, config.hidden_size),
@@ -503,97 +513,3 @@ def _beyond(tensor: str, what: str, size: float) -> ValueError:
         "layer brings it into range",
         "load the model in bfloat16 or float32: dtype='bfloat16'",
     )
-
-
-def factors_of(weights: Weights, config: Config) -> dict[str, Any]:
-    """Return the factors of arrays compared with the checkpoint's, by name, except those of 1.
-
-    A factor is a number, or an array with a factor for each row.
-    """
-    found: dict[str, Any] = {}
-
-    def put(name: str, factor: Any) -> None:
-        if np.any(factor != 1):
-            found[name] = factor
-
-    def put_norm(name: str, factor: float) -> None:
-        put(f"{name}.weight", factor)
-        put(f"{name}.bias", factor)
-
-    for index, layer in enumerate(weights.layers):
-        name, scales = f"layers.{index}", layer.scales
-        put_norm(f"{name}.norm", scales.norm)
-        put_norm(f"{name}.mlp_norm", scales.mlp_norm)
-        if layer.output_norm is not None:
-            put_norm(f"{name}.output_norm", scales.output_norm)
-        if layer.down_norm is not None:
-            put_norm(f"{name}.down_norm", scales.down_norm)
-        for field in ("qkv", "output", "up", "down"):
-            weight, bias = row_factors(layer, field, config)
-            put(f"{name}.{field}.weight", weight[:, None])
-            put(f"{name}.{field}.bias", bias)
-    ends = weights.scales
-    put("embedding", ends.embedding)
-    put("positions", ends.positions)
-    put_norm("norm", ends.norm)
-    put("head.weight", ends.head / ends.norm)
-    put("head.bias", ends.head)
-    return found
-
-
-def row_factors(layer: Layer, field: str, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factor of each row of a product's weight, and of its bias."""
-    scales = layer.scales
-    if field == "qkv_up":
-        both = [row_factors(layer, each, config) for each in ("qkv", "up")]
-        weight, bias = (np.concatenate(each) for each in zip(*both, strict=True))
-        return weight, bias
-    inputs = {"qkv": "norm", "output": "v", "up": "mlp_norm", "down": "up"}
-    of_input = getattr(scales, inputs[field])
-    if field == "qkv":
-        counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
-        rows = [count * config.head_dim for count in counts]
-        results = np.repeat([scales.q, scales.k, scales.v], rows)
-    elif field == "up":
-        gates = [1.0] if config.activation in GATED else []
-        results = np.repeat([*gates, scales.up], config.intermediate_size)
-    else:
-        results = np.full(config.hidden_size, getattr(scales, field))
-    return results / of_input, results
-
-
-def unscaled(weights: Weights, config: Config) -> Weights:
-    """Return the arrays of weights without their factors, to be written to files.
-
-    Arrays are new where they have a factor, otherwise shared.
-    """
-    factors = factors_of(weights, config)
-    if not factors:
-        return weights
-
-    def part(name: str, value: Any) -> Any:
-        if hasattr(value, "_asdict"):
-            fields = value._asdict().items()
-            return type(value)(*(part(f"{name}.{field}", each) for field, each in fields))
-        if isinstance(value, tuple):
-            return tuple(part(f"{name}.{number}", each) for number, each in enumerate(value))
-        factor = factors.get(name.removeprefix("."))
-        if factor is None or value is None:
-            return value
-        return _divided(value, factor)
-
-    found: Weights = part("", weights)
-    return found._replace(
-        layers=tuple([layer._replace(qkv_up=None, scales=Scales()) for layer in found.layers]),
-        head=found.head._replace(weight=found.embedding) if config.tied else found.head,
-        scales=EndScales(),
-    )
-
-
-def _divided(value: Array | QuantizedWeight, factor: Any) -> Array:
-    """Return an array divided by a factor, or by one for each row; of quantised weights decoded."""
-    wide = dequantize(value) if isinstance(value, QuantizedWeight) else value.astype(np.float32)
-    wide *= 1 / factor if isinstance(factor, float) else _like(wide, 1 / factor)
-    kind = np.float16 if isinstance(value, QuantizedWeight) else value.dtype
-    with np.errstate(over="ignore"):  # what float16 does not hold is refused where it is written
-        return wide.astype(kind)

@@ -16,6 +16,8 @@ Gemma has the sums of Llama, with a norm of each term,
     x = x + output_norm(output(attention(norm(x))))
     x = x + down_norm(down(activation(up(mlp_norm(x)))))
 
+and one of Gemma 4 multiplies this x by a scalar.
+
 GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019) adds a learned
 row for each position to the embedding, its norms are layer norms, its activation is gelu. Llama
 (Touvron et al., arXiv:2302.13971) has rotary positions, RMS norms and silu(gate) * up, which is the
@@ -26,8 +28,9 @@ weights and the config contain all of that: a norm with a bias is a layer norm.
 Qwen3 (arXiv:2505.09388) and Gemma 3 (arXiv:2503.19786) normalise each head of q and k before it is
 rotated; over a paged cache one launch does both. Gemma 2 (arXiv:2408.00118) and 3 scale the
 embedding by sqrt(E), have weights 1 + w in all norms, and windows in some layers; Gemma 2 has
-softcaps. Phi-3 (arXiv:2404.14219) is Llama with fused products in its files. Some layers of SmolLM3
-do not rotate.
+softcaps. Gemma 4 has weights w, normalises the heads of v too, and its layers without a window have
+other heads, whose keys may be their values. Phi-3 (arXiv:2404.14219) is Llama with fused products
+in its files. Some layers of SmolLM3 do not rotate.
 
 Each call below is one kernel; the sum of two embeddings is one more. All other sums are computed
 where a product is stored. In a float16 model the hidden states x are float32, because models that
@@ -54,12 +57,13 @@ from cupyattn import (
     geglu_backward,
     gelu,
     gelu_backward,
+    rms_norm,
     silu,
     silu_backward,
     swiglu,
     swiglu_backward,
 )
-from cupyattn.models.config import GATED, Config
+from cupyattn.models.config import GATED, Config, Heads
 from cupyattn.models.weights import Layer, Norm, Product, Weights
 from cupyattn.ops.linear.api_quantised import multiplies_int8
 from cupyattn.runtime.annotations import Keywords
@@ -160,10 +164,10 @@ def hidden_states(
     second_stream: SecondStream,
 ) -> Iterator[Array]:
     """Yield the hidden states (total, E): embedded, after each layer, after the last norm."""
-    width = config.num_heads * config.head_dim
     x, term = embedded(config, weights, ids, positions), None
     growth = query_growth(config, positions, weights.embedding.dtype)
     for index, layer in enumerate(weights.layers):
+        width = layer.output.weight.shape[1]
         also = (layer.up,) if layer.mlp_norm is None and layer.qkv_up is None else ()
         codes = codes_for(x, layer.qkv_up or layer.qkv, *also)
         normed, x = sum_and_norm(layer.norm, x, term, **codes)
@@ -191,6 +195,8 @@ def hidden_states(
                 x,
                 scales.after_down,
             )
+        if layer.scalar is not None:
+            x, term = scaled(x, term, layer.scalar)
     normed, x = sum_and_norm(weights.norm, x, term)
     yield x
     yield normed
@@ -202,6 +208,16 @@ class Term(NamedTuple):
     array: Array
     scale: Array | None
     norm: Norm | None = None
+
+
+def scaled(x: Array, term: Term | None, scalar: Array) -> tuple[Array, Term | None]:
+    """Multiply x and its term by a scalar, x in place."""
+    x *= scalar
+    if term is None:
+        return x, None
+    if term.scale is None:
+        return x, term._replace(scale=scalar.astype(np.float32).repeat(x.shape[1]))
+    return x, term._replace(scale=term.scale * scalar)
 
 
 def embedded(config: Config, weights: Weights, ids: Array, positions: Array) -> Array:
@@ -287,13 +303,13 @@ def query_growth(config: Config, positions: Array, dtype: np.dtype) -> Array | N
 
 
 def normed_heads(
-    config: Config, layer: Layer, qkv: Array, growth: Array | None
+    heads: Heads, layer: Layer, qkv: Array, growth: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Return the heads of q, k and v, with those of q and k normalised if the layer does so.
+    """Return the heads of q, k and v, normalised if the layer does so.
 
-    The norms, and q times its growth, are written over their rows of qkv.
+    The norms of q and k, and q times its growth, are written over their rows of qkv.
     """
-    q, k, v = heads_of(config, qkv)
+    q, k, v = heads_with_values(heads, layer, qkv)
     if layer.q_norm is not None and layer.k_norm is not None:
         layer.q_norm(q, out=q)
         layer.k_norm(k, out=k)
@@ -305,20 +321,36 @@ def normed_heads(
 def attended_heads(
     config: Config, layer: Layer, index: int, qkv: Array, growth: Array | None, attend: Attend
 ) -> Array:
-    """Return attention of the heads of qkv, with those of q and k normalised if the layer does so.
+    """Return attention of the heads of qkv, normalised if the layer does so.
 
-    A `NormingAttend` normalises them itself, except where queries grow between norm and rotation.
+    A `NormingAttend` normalises those of q and k itself, except where queries grow between norm and
+    rotation.
     """
+    heads = config.heads_of(index)
     if isinstance(attend, NormingAttend) and growth is None:
-        return attend.attended(index, *heads_of(config, qkv), layer.q_norm, layer.k_norm)
-    return attend(index, *normed_heads(config, layer, qkv, growth))
+        given = heads_with_values(heads, layer, qkv)
+        return attend.attended(index, *given, layer.q_norm, layer.k_norm)
+    return attend(index, *normed_heads(heads, layer, qkv, growth))
 
 
-def heads_of(config: Config, qkv: Array) -> tuple[Array, Array, Array]:
-    """Return the heads of q, k and v, as views of the rows of their one product."""
-    queries, keys = config.num_heads, config.num_kv_heads
-    heads = qkv.reshape(len(qkv), queries + 2 * keys, config.head_dim)
-    return heads[:, :queries], heads[:, queries : queries + keys], heads[:, queries + keys :]
+def heads_with_values(heads: Heads, layer: Layer, qkv: Array) -> tuple[Array, Array, Array]:
+    """Return the heads of q and k as views of qkv, and those of v normalised in a new array.
+
+    Those of v are a view too in a layer that does not normalise them.
+    """
+    q, k, v = heads_of(heads, qkv)
+    return q, k, v if layer.v_eps is None else rms_norm(v, eps=layer.v_eps)
+
+
+def heads_of(heads: Heads, qkv: Array) -> tuple[Array, Array, Array]:
+    """Return the heads of q, k and v, as views of the rows of their one product.
+
+    Where keys are the values too, v is k.
+    """
+    queries, keys = heads.num_heads, heads.num_heads + heads.num_kv_heads
+    rows = qkv.reshape(len(qkv), sum(heads.counts), heads.head_dim)
+    k = rows[:, queries:keys]
+    return rows[:, :queries], k, k if heads.keys_as_values else rows[:, keys:]
 
 
 LOGITS_BYTES = 2**27

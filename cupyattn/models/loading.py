@@ -278,10 +278,11 @@ def load(
 
     Notes
     -----
-    Models are GPT-2, Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM2, SmolLM3, the text of Gemma 2
-    and 3, Phi-2, Phi-3 and Phi-4, dense ones alone. Weights are read a few million
-    numbers at a time, so that loading needs little more memory than the model. Pickles are never
-    opened.
+    Models are GPT-2, Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM2, SmolLM3, the text of Gemma
+    2, 3 and, from folders, 4, Phi-2, Phi-3 and Phi-4, dense ones alone. Of Gemma 4 these are the
+    models of 12B and 31B weights, without an embedding for each layer. Weights are read a few
+    million numbers at a time, so that loading needs little more memory than the model. Pickles are
+    never opened.
 
     The hidden states of a float16 model are float32, and its weights have powers of two such that
     no product exceeds 65,504, whatever its input: checkpoints that were trained in bfloat16 give
@@ -514,7 +515,7 @@ def random(
         if part.ndim == 2:
             mean, deviation = 0.0, part.shape[1] ** -0.5
         else:
-            factor = name.endswith("norm.weight") and config.architecture != "gemma"
+            factor = name.endswith(("norm.weight", ".scalar")) and config.architecture != "gemma"
             mean, deviation = float(factor), 0.1  # Gemma adds 1 itself
         if isinstance(part, QuantizedWeight):
             _fill_quantised(part, generator, deviation)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 from cupyattn import QuantizedWeight
 from cupyattn.distributed import Group, row_linear
 from cupyattn.distributed.group import agree
-from cupyattn.models.config import GATED, Config
+from cupyattn.models.config import GATED, Config, Heads
 from cupyattn.models.weights import Layer, Norm, Product, Weights
 from cupyattn.ops.linear.weight_formats import FORMATS, UNIT
 from cupyattn.runtime.arrays import Array
@@ -116,6 +117,7 @@ def share_of(config: Config, size: int) -> Config:
     for what, number in (
         ("heads", config.num_heads),
         ("key-value heads", config.num_kv_heads),
+        ("key-value heads of global layers", config.global_kv_heads or size),
         ("columns of the MLP", config.intermediate_size),
     ):
         if number % size:
@@ -128,6 +130,7 @@ def share_of(config: Config, size: int) -> Config:
     return config._replace(
         num_heads=config.num_heads // size,
         num_kv_heads=config.num_kv_heads // size,
+        global_kv_heads=config.global_kv_heads and config.global_kv_heads // size,
         intermediate_size=config.intermediate_size // size,
     )
 
@@ -136,15 +139,17 @@ def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tup
     """Return a rank's share of a model: its config and weights, as new arrays of `xp`."""
     size, rank = group.size, group.rank
     share = share_of(config, size)
-    dim, inner = config.head_dim, config.intermediate_size
-    heads, groups = config.num_heads, config.num_kv_heads
+    inner = config.intermediate_size
 
     def own(count: int, first: int = 0) -> slice:
         """Return this rank's of `count` rows from `first` on."""
         return slice(first + rank * count // size, first + (rank + 1) * count // size)
 
-    queries, keys = heads * dim, groups * dim
-    qkv = [own(queries), own(keys, queries), own(keys, queries + keys)]
+    def qkv(heads: Heads) -> list[slice]:
+        """Return this rank's rows of q, of k and of v."""
+        firsts = accumulate(heads.rows, initial=0)
+        return [own(count, first) for count, first in zip(heads.rows, firsts, strict=False)]
+
     up = [own(inner), own(inner, inner)] if config.activation in GATED else [own(inner)]
 
     def moved(array: object) -> Any:
@@ -165,8 +170,8 @@ def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tup
     layers = tuple(
         Layer(
             norm=norm(layer.norm),
-            qkv=rows(layer.qkv, qkv),
-            output=columns(layer.output, own(heads * dim)),
+            qkv=rows(layer.qkv, qkv(heads)),
+            output=columns(layer.output, own(heads.rows[0])),
             mlp_norm=norm(layer.mlp_norm),
             up=rows(layer.up, up),
             down=columns(layer.down, own(inner)),
@@ -178,8 +183,10 @@ def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tup
                 after_output=moved(layer.scales.after_output),
                 after_down=moved(layer.scales.after_down),
             ),
+            v_eps=layer.v_eps,
+            scalar=moved(layer.scalar),
         )
-        for layer in weights.layers
+        for layer, heads in zip(weights.layers, config.heads, strict=True)
     )
     embedding = moved(weights.embedding)
     head = weights.head

@@ -69,6 +69,8 @@ class Model(Generates):
         self._local_rotary = self.rotary
         if config.local_rope_base is not None:
             self._local_rotary = self._tables(config.local_rope_base, None)
+        if config.global_rotary_dim is not None:
+            self.rotary = self._tables_of_whole_heads(config.global_rotary_dim)
 
     def __repr__(self) -> str:
         config = self.config
@@ -85,6 +87,14 @@ class Model(Generates):
         tables = rope_tables(self.positions, config.rotary_dim, base=base, scaling=scaling)
         cos, sin = map(self.xp.asarray, tables)
         return Rotary(cos, sin)
+
+    def _tables_of_whole_heads(self, rotary_dim: int) -> Rotary:
+        """Return tables for all pairs of a head of which only the first are rotated."""
+        config = self.config
+        dim = config.global_head_dim or config.head_dim
+        cos, sin = rope_tables(self.positions, dim, base=config.rope_base)
+        cos[:, rotary_dim // 2 :], sin[:, rotary_dim // 2 :] = 1, 0
+        return Rotary(self.xp.asarray(cos), self.xp.asarray(sin))
 
     def for_length(self, length: int) -> Model:
         """Return this model with the rotary tables for sequences of a length.
@@ -114,7 +124,7 @@ class Model(Generates):
             return options
         of_scores = self.weights.layers[layer].score_scale
         if of_scores != 1:
-            scale = self.config.softmax_scale or self.config.head_dim**-0.5
+            scale = self.config.softmax_scale or self.config.heads_of(layer).head_dim ** -0.5
             options["softmax_scale"] = scale / of_scores
         return options
 
@@ -155,8 +165,9 @@ class Model(Generates):
             Tokens of any number of sequences, one after the other, and the position of each.
         attend : callable
             ``attend(layer, q, k, v)`` is called once for each layer with q (total, H, D) and k, v
-            (total, G, D), views that are not rotated, and returns (total, H, D). It chooses which
-            keys a token sees, and applies `rotary_of`, `attention_options` and a cache.
+            (total, G, D), views that are not rotated, and returns (total, H, D), with the sizes of
+            `Config.heads_of`. It chooses which keys a token sees, and applies `rotary_of`,
+            `attention_options` and a cache.
 
         Returns
         -------

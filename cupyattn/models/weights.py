@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import QuantizedWeight, RMSNorm, layer_norm, linear, rms_norm
+from cupyattn import QuantizedWeight, RMSNorm, dequantize, layer_norm, linear, rms_norm
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
 from cupyattn.ops.linear.cpu import HugePages
 from cupyattn.ops.linear.weight_formats import ROTATION, Blocks, rows_apart
 from cupyattn.ops.linear.weight_formats import empty as empty_weight
 from cupyattn.runtime.arrays import Array, dtype_of
+from cupyattn.runtime.cupy_library import load_cupy
 
 LAYER_NORMS = ("gpt2", "phi")
 """Architectures whose norms are layer norms; the norms of the others are RMS norms."""
@@ -73,7 +74,9 @@ class Scales(NamedTuple):
     norm, mlp_norm : float
         Of the norms before qkv and up.
     q, k, v : float
-        Of the products, before the norms of q and k.
+        Of the products, before the norms of their heads.
+    attended : float
+        Of the result of attention: `v`, unless the heads of v have a norm.
     output, up, down : float, of output and down also array (E,)
         Of the products; `up` without its gate. An array has a factor for each row of the weight.
     output_norm, down_norm : float
@@ -87,6 +90,7 @@ class Scales(NamedTuple):
     q: float = 1.0
     k: float = 1.0
     v: float = 1.0
+    attended: float = 1.0
     output: float | np.ndarray = 1.0
     output_norm: float = 1.0
     mlp_norm: float = 1.0
@@ -122,7 +126,8 @@ class Layer(NamedTuple):
     norm : Norm
         Before attention.
     qkv : Product
-        To ((H + 2 G) D): the heads of q, then those of k, then those of v.
+        To ((H + 2 G) D): the heads of q, then those of k, then those of v; to ((H + G) D) if keys
+        are the values too.
     output : Product
         From (H D) to E.
     mlp_norm : Norm, or None
@@ -141,6 +146,10 @@ class Layer(NamedTuple):
         (Gemma).
     scales : Scales
         Powers of two in the arrays of a float16 model.
+    v_eps : float, or None
+        Added to the mean square in the RMS norm, without a weight, of each head of v (Gemma 4).
+    scalar : array (1,), or None
+        Multiplies the hidden states after the layer (Gemma 4).
     """
 
     norm: Norm
@@ -155,6 +164,8 @@ class Layer(NamedTuple):
     output_norm: Norm | None = None
     down_norm: Norm | None = None
     scales: Scales = Scales()
+    v_eps: float | None = None
+    scalar: Array | None = None
 
     @property
     def score_scale(self) -> float:
@@ -204,10 +215,9 @@ def empty(
 
     With activations "int8" weights of layers are rotated whose K is a multiple of `ROTATION`.
     """
-    width, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
-    inner, kind = config.intermediate_size, dtype_of(dtype)
-
-    offset, sandwich = float(config.architecture == "gemma"), config.architecture == "gemma"
+    width, inner, kind = config.hidden_size, config.intermediate_size, dtype_of(dtype)
+    offset, is_gemma4 = float(config.architecture == "gemma"), config.architecture == "gemma4"
+    sandwich = is_gemma4 or config.architecture == "gemma"
 
     def norm(size: int = width) -> Norm:
         bias = xp.empty(size, kind) if config.architecture in LAYER_NORMS else None
@@ -224,9 +234,10 @@ def empty(
         return Product(weight, bias, activations)
 
     def layer(index: int) -> Layer:
-        first = (heads + 2 * groups) * config.head_dim
+        heads = config.heads_of(index)
+        first, attended, dim = sum(heads.rows), heads.rows[0], heads.head_dim
         up_rows = inner * (2 if config.activation in GATED else 1)
-        items = width * (first + up_rows + heads * config.head_dim + inner)
+        items = width * (first + up_rows + attended + inner)
         new = HugePages(items * kind.itemsize + 2**10).empty if xp is np else xp.empty
         matrix = partial(product, new=new)
         of_qkv, of_up = (quantises(index, name, width) for name in ("qkv", "up"))
@@ -243,19 +254,18 @@ def empty(
             norm=norm(),
             qkv=qkv,
             output=matrix(
-                width,
-                heads * config.head_dim,
-                config.output_bias,
-                quantises(index, "output", heads * config.head_dim),
+                width, attended, config.output_bias, quantises(index, "output", attended)
             ),
             mlp_norm=None if parallel else norm(),
             up=up,
             down=matrix(width, inner, config.mlp_bias, quantises(index, "down", inner)),
             qkv_up=qkv_up,
-            q_norm=norm(config.head_dim) if config.qk_norm else None,
-            k_norm=norm(config.head_dim) if config.qk_norm else None,
+            q_norm=norm(dim) if config.qk_norm else None,
+            k_norm=norm(dim) if config.qk_norm else None,
             output_norm=norm() if sandwich else None,
             down_norm=norm() if sandwich else None,
+            v_eps=config.norm_eps if is_gemma4 else None,
+            scalar=xp.empty(1, kind) if is_gemma4 else None,
         )
 
     embedding = xp.empty((config.vocab_size, width), kind)
@@ -303,6 +313,11 @@ def named_parts(weights: Weights) -> Iterator[tuple[str, Array | QuantizedWeight
             yield name, part
 
 
+def is_learnt(name: str) -> bool:
+    """Tell whether training changes a part: not the scalars of layers, as in transformers."""
+    return not name.endswith(".scalar")
+
+
 def _leaves(name: str, part: object) -> Iterator[tuple[str, Any]]:
     if hasattr(part, "_asdict"):
         # The rows of qkv_up are qkv and up, which have names. Scales are no weights.
@@ -315,3 +330,106 @@ def _leaves(name: str, part: object) -> Iterator[tuple[str, Any]]:
         return
     for field, value in fields:
         yield from _leaves(f"{name}.{field}" if name else field, value)
+
+
+def like(array: Array, values: np.ndarray) -> Array:
+    """Return values in float32 where an array is."""
+    wide = values.astype(np.float32)
+    if isinstance(array, np.ndarray):
+        return wide
+    return load_cupy().asarray(wide)
+
+
+def factors_of(weights: Weights, config: Config) -> dict[str, Any]:
+    """Return the factors of arrays compared with the checkpoint's, by name, except those of 1.
+
+    A factor is a number, or an array with a factor for each row.
+    """
+    found: dict[str, Any] = {}
+
+    def put(name: str, factor: Any) -> None:
+        if np.any(factor != 1):
+            found[name] = factor
+
+    def put_norm(name: str, factor: float) -> None:
+        put(f"{name}.weight", factor)
+        put(f"{name}.bias", factor)
+
+    for index, layer in enumerate(weights.layers):
+        name, scales = f"layers.{index}", layer.scales
+        put_norm(f"{name}.norm", scales.norm)
+        put_norm(f"{name}.mlp_norm", scales.mlp_norm)
+        if layer.output_norm is not None:
+            put_norm(f"{name}.output_norm", scales.output_norm)
+        if layer.down_norm is not None:
+            put_norm(f"{name}.down_norm", scales.down_norm)
+        for field in ("qkv", "output", "up", "down"):
+            weight, bias = row_factors(layer, field, config, index)
+            put(f"{name}.{field}.weight", weight[:, None])
+            put(f"{name}.{field}.bias", bias)
+    ends = weights.scales
+    put("embedding", ends.embedding)
+    put("positions", ends.positions)
+    put_norm("norm", ends.norm)
+    put("head.weight", ends.head / ends.norm)
+    put("head.bias", ends.head)
+    return found
+
+
+def row_factors(
+    layer: Layer, field: str, config: Config, index: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factor of each row of the weight of a product of a layer, and of its bias."""
+    scales = layer.scales
+    if field == "qkv_up":
+        both = [row_factors(layer, each, config, index) for each in ("qkv", "up")]
+        weight, bias = (np.concatenate(each) for each in zip(*both, strict=True))
+        return weight, bias
+    inputs = {"qkv": "norm", "output": "attended", "up": "mlp_norm", "down": "up"}
+    of_input = getattr(scales, inputs[field])
+    if field == "qkv":
+        rows = config.heads_of(index).rows
+        results = np.repeat([scales.q, scales.k, scales.v][: len(rows)], rows)
+    elif field == "up":
+        gates = [1.0] if config.activation in GATED else []
+        results = np.repeat([*gates, scales.up], config.intermediate_size)
+    else:
+        results = np.full(config.hidden_size, getattr(scales, field))
+    return results / of_input, results
+
+
+def unscaled(weights: Weights, config: Config) -> Weights:
+    """Return the arrays of weights without their factors, to be written to files.
+
+    Arrays are new where they have a factor, otherwise shared.
+    """
+    factors = factors_of(weights, config)
+    if not factors:
+        return weights
+
+    def part(name: str, value: Any) -> Any:
+        if hasattr(value, "_asdict"):
+            fields = value._asdict().items()
+            return type(value)(*(part(f"{name}.{field}", each) for field, each in fields))
+        if isinstance(value, tuple):
+            return tuple(part(f"{name}.{number}", each) for number, each in enumerate(value))
+        factor = factors.get(name.removeprefix("."))
+        if factor is None or value is None:
+            return value
+        return _divided(value, factor)
+
+    found: Weights = part("", weights)
+    return found._replace(
+        layers=tuple([layer._replace(qkv_up=None, scales=Scales()) for layer in found.layers]),
+        head=found.head._replace(weight=found.embedding) if config.tied else found.head,
+        scales=EndScales(),
+    )
+
+
+def _divided(value: Array | QuantizedWeight, factor: Any) -> Array:
+    """Return an array divided by a factor, or by one for each row; of quantised weights decoded."""
+    wide = dequantize(value) if isinstance(value, QuantizedWeight) else value.astype(np.float32)
+    wide *= 1 / factor if isinstance(factor, float) else like(wide, 1 / factor)
+    kind = np.float16 if isinstance(value, QuantizedWeight) else value.dtype
+    with np.errstate(over="ignore"):  # what float16 does not hold is refused where it is written
+        return wide.astype(kind)

@@ -20,7 +20,7 @@ def tiny(name):
     return models.random(TINY[name], dtype="float32", xp=np, seed=3)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi", "gemma4"])
 def test_the_parts_are_the_calls_of_a_step(name, monkeypatch):
     """Function by function, with the shapes of the step itself."""
     model = tiny(name)
@@ -56,10 +56,10 @@ def test_the_parts_are_the_calls_of_a_step(name, monkeypatch):
     calls.clear()
     generator.step()
     wanted = [(name, shapes, residual) for name, shapes, residual, _ in calls]
-    packed = [(2, 1, model.config.num_heads, model.config.head_dim), (2, model.config.num_heads,
-              model.config.head_dim)]  # fmt: skip
+    packed = {(2, 1, heads.num_heads, dim): (2, heads.num_heads, dim)
+              for heads in model.config.heads for dim in [heads.head_dim]}  # fmt: skip
     simple = [
-        (name, [packed[1] if shape == packed[0] else shape for shape in shapes], residual)
+        (name, [packed.get(shape, shape) for shape in shapes], residual)
         for name, shapes, residual in found
     ]
     assert simple == wanted

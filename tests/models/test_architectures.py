@@ -30,8 +30,8 @@ pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file
 
 NAMES = (
-    "gemma2", "gemma3", "ministral", "ministral3", "mistral", "phi3", "phi4_mini", "qwen3",
-    "qwen3_sliding", "smollm3",
+    "gemma2", "gemma3", "gemma4", "gemma4_unified", "ministral", "ministral3", "mistral", "phi3",
+    "phi4_mini", "qwen3", "qwen3_sliding", "smollm3",
 )  # fmt: skip
 ADAPTED = ("gemma2", "gemma3", "ministral3", "phi4_mini", "qwen3", "smollm3")
 PROMPT, SHORT = 9, 7
@@ -87,7 +87,7 @@ def test_logits_in_16_bits(archive, name, dtype, unit):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", mostly_deep(ADAPTED, ["gemma3"]))
+@pytest.mark.parametrize("name", mostly_deep((*ADAPTED, "gemma4", "gemma4_unified"), ["gemma4"]))
 def test_kernels_in_float16(archive, name):
     expected, model = of(archive, name), load(archive, name, dtype="float16")
     with cupyattn.backend("emulator"):
@@ -144,6 +144,12 @@ LONGROPE = LongRopeScaling((1.0, 1.25, 1.5), (1.0, 3.0, 9.0), 8, (1 + 1.0) ** 0.
                     "embedding_scale": 4.0, "tied": True, "activation": "geglu_tanh"}),
         ("gemma2", {"architecture": "gemma", "qk_norm": False, "global_layers": (1,),
                     "attention_softcap": 2.0, "logit_softcap": 3.0, "local_rope_base": None}),
+        ("gemma4", {"architecture": "gemma4", "head_dim": 8, "global_head_dim": 12,
+                    "num_kv_heads": 2, "global_kv_heads": 1, "global_layers": (1, 2),
+                    "rotary_dim": 8, "global_rotary_dim": 6, "keys_as_values": True,
+                    "softmax_scale": 1.0, "logit_softcap": 3.0, "window_size": (3, 0),
+                    "rope_base": 1e4, "local_rope_base": 1e3}),
+        ("gemma4_unified", {"keys_as_values": False, "global_kv_heads": 2}),
         ("phi3", {"architecture": "phi3", "window_size": (4, 0), "rope_scaling": None}),
         ("phi4_mini", {"architecture": "phi3", "rotary_dim": 6, "head_dim": 8, "tied": True,
                        "rope_scaling": LONGROPE}),
@@ -165,12 +171,17 @@ def test_the_scale_of_yarn_from_two_scales(archive):
     assert scaling.attention_factor == pytest.approx(1.138629 / 1.069315, abs=1e-6)
 
 
+VISION = ("vision_tower", "embed_vision", "embed_audio")
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "prefix", "head"),
     [
         ("gemma3", "gemma3", "model.language_model.", "lm_head."),
         ("gemma3", "gemma3", "language_model.model.", "language_model.lm_head."),
         ("ministral3", "mistral3", "language_model.model.", "language_model.lm_head."),
+        ("gemma4", "gemma4", "model.language_model.", "lm_head."),
+        ("gemma4_unified", "gemma4_unified", "model.language_model.", "lm_head."),
     ],
 )
 def test_the_text_of_a_model_of_text_and_images(archive, name, kind, prefix, head, tmp_path):
@@ -184,8 +195,9 @@ def test_the_text_of_a_model_of_text_and_images(archive, name, kind, prefix, hea
         each.replace("lm_head.", head) if each[0] == "l" else each.replace("model.", prefix, 1): a
         for each, a in load_file(archive / name / "model.safetensors").items()
     }
-    vision = prefix.partition("language_model.")[0] + "vision_tower.layers.0.weight"
-    save_file({**renamed, vision: np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
+    vision = prefix.partition("language_model.")[0] + "{}.layers.0.weight"
+    others = {vision.format(each): np.ones((2, 2), np.float32) for each in VISION}
+    save_file({**renamed, **others}, tmp_path / "model.safetensors")
     model = models.load(tmp_path, dtype="float32", xp=np)
     assert model.config == load(archive, name).config
     ids = of(archive, name)["ids"]
@@ -195,6 +207,28 @@ def test_the_text_of_a_model_of_text_and_images(archive, name, kind, prefix, hea
     again = models.load(tmp_path / "new", dtype="float32", xp=np)
     assert again.config == model.config
     assert_array_equal(model.logits(ids), again.logits(ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "passed"),
+    [
+        ({"use_bidirectional_attention": "all"}, NotImplementedError, "bidirectional_attention is"),
+        ({"per_layer_config": {"1": {"head_dim": 12}}}, ValueError, "config differs among layers"),
+        ({"per_layer_config": {"0": {}, "2": {}}}, ValueError, "config differs among layers"),
+        ({"per_layer_config": None, "global_head_dim": 513}, NotImplementedError,
+         "global_head_dim = 513; attention has kernels for head dims up to 512"),
+        ({"per_layer_config": None, "num_global_key_value_heads": 3}, ValueError,
+         "num_heads must be a multiple of global_kv_heads"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, NotImplementedError,
+         "rope_type is 'yarn'; there is code for 'proportional'"),
+    ],
+)  # fmt: skip
+def test_other_configs_of_gemma_4_are_refused(archive, changes, kind, passed, tmp_path):
+    folder = shutil.copytree(archive / "gemma4", tmp_path / "gemma4")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(kind, match=passed):
+        models.load(folder, xp=np)
 
 
 def test_layers_with_a_longer_window_than_positions_keep_their_rotary_base(archive, tmp_path):

@@ -269,7 +269,8 @@ def test_a_config_is_written_as_it_is_read(name):
     config = config._replace(qkv_bias=config.qkv_bias or config.output_bias)
     pairs = config.rotary_dim // 2
     longrope = cupyattn.LongRopeScaling((1.5,) * pairs, (2.5,) * pairs, 16, 1.25)
-    for scaling in (None, *SCALINGS, longrope) if pairs else (None,):
+    has_scalings = pairs and name != "gemma4"
+    for scaling in (None, *SCALINGS, longrope) if has_scalings else (None,):
         config = config._replace(rope_scaling=scaling)
         length = getattr(scaling, "original_length", 8)
         if config.query_growth is not None:  # one field of config.json is both lengths

@@ -27,10 +27,10 @@ from cupyattn.models.checkpoints import copying
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, Checkpoint, Tensor, places
 from cupyattn.models.checkpoints.copying import filled
 from cupyattn.models.checkpoints.writing import write_folder
-from cupyattn.models.float16_range import LARGEST, LIMIT, factors_of, row_factors, unscaled
+from cupyattn.models.float16_range import LARGEST, LIMIT
 from cupyattn.models.loading import quantises_to
 from cupyattn.models.training import FullWeights, LoraAdapters
-from cupyattn.models.weights import Weights, empty, named_arrays
+from cupyattn.models.weights import Weights, empty, factors_of, named_arrays, row_factors, unscaled
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.device.recorder import LaunchRecorder
@@ -471,7 +471,7 @@ def test_factors_of_rows_are_those_of_the_arrays():
     up *= 1e4
     half = loaded(model, "float16")
     for field in ("qkv", "output", "up", "down"):
-        factors, _ = row_factors(half.weights.layers[0], field, model.config)
+        factors, _ = row_factors(half.weights.layers[0], field, model.config, 0)
         whole = getattr(model.weights.layers[0], field).weight
         scaled = getattr(half.weights.layers[0], field).weight.astype(np.float32)
         np.testing.assert_allclose(

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from support.devices import kernels_only
 from support.search import deep, mostly_deep
-from support.tiny_models import TINY, ByteTokenizer, tensors_of, write_folder
+from support.tiny_models import TINY, ByteTokenizer
 
 import cupyattn
 from cupyattn import models
 from cupyattn.kv_cache.pool import Pool
 from cupyattn.models import Generator
+from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.generation.steps import DecodeStep
 
 NEW = 12
@@ -88,11 +89,12 @@ ARCHITECTURES = ("gpt2", "llama", "phi")
 @pytest.mark.parametrize(
     ("name", "way"),
     mostly_deep(
-        every := [*itertools.product((*ARCHITECTURES, "mistral", "qwen2"), WAYS)],
+        every := [*itertools.product((*ARCHITECTURES, "mistral", "qwen2", "gemma4"), WAYS)],
         [
             *(("llama", way) for way in WAYS),
             *(("gpt2", "plain"), ("phi", "captured, recompute"), ("qwen2", "lookup")),
             *(("mistral", way) for way in ("recompute", "captured, swap")),
+            ("gemma4", "swap"),
         ],
     ),
 )
@@ -124,11 +126,13 @@ def test_kernels_choose_what_the_full_forward_does(name, side):
 
 @pytest.mark.nvrtc
 @kernels_only
-def test_a_folder_with_heads_of_512_items_generates(tmp_path, side):
-    """As global layers of Gemma 4 have them: a prompt, then a step for each token."""
-    config = tiny("llama", num_layers=1, num_heads=2, num_kv_heads=1, head_dim=512, rotary_dim=512)
-    weights = tensors_of(models.random(config, dtype="float32", xp=np, seed=3))
-    folder = write_folder(tmp_path / "model", config, weights)
+def test_a_folder_with_heads_of_512_items_in_global_layers_generates(tmp_path, side):
+    """A prompt, then a step for each token."""
+    wide = {"global_kv_heads": 1, "global_head_dim": 512, "global_rotary_dim": 128}
+    config = tiny("gemma4", num_layers=2, global_layers=(1,), num_heads=2, num_kv_heads=2, **wide)
+    model = models.random(config, dtype="float32", xp=np, seed=3)
+    folder = tmp_path / "model"
+    write_folder(model.weights, model.config, None, folder)
     (prompt,) = prompts_of("llama", (20,))
     wanted, lead = alone(models.load(folder, dtype="float32", xp=np), prompt, 3)
     assert lead > 0.05, "another seed: float16 may choose otherwise"
@@ -139,7 +143,7 @@ def test_a_folder_with_heads_of_512_items_generates(tmp_path, side):
 
 @pytest.mark.nvrtc
 @kernels_only
-@pytest.mark.parametrize("name", mostly_deep(ARCHITECTURES, ["llama"]))
+@pytest.mark.parametrize("name", mostly_deep((*ARCHITECTURES, "gemma4"), ["llama"]))
 def test_float16_chooses_what_its_rounding_leaves_open(name, side):
     """The largest logit of float32 wherever it leads by more than float16 errs in these texts."""
     prompts, twin = prompts_of(name, (2, 7)), model_on(np, name, max_positions=32)

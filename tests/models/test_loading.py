@@ -322,8 +322,13 @@ def test_a_config_that_is_no_json(copy, text):
         ("llama3", {"model_type": "gemma"}, "'gemma'; forwards exist for GPT-2"),
         *(("llama3", {"model_type": kind}, f"{kind!r}, a mixture of experts; forwards exist")
           for kind in ("mixtral", "qwen3_moe", "gpt_oss", "phimoe", "deepseek_v3")),
-        ("llama3", {"model_type": "gemma3", "text_config": {"model_type": "gemma4_text"}},
-         "text_config: the architecture 'gemma4_text'; forwards exist"),
+        ("llama3", {"model_type": "gemma3", "text_config": {"model_type": "gemma3n_text"}},
+         "text_config: the architecture 'gemma3n_text'; forwards exist"),
+        ("llama3", {"model_type": "gemma4", "text_config": {"num_kv_shared_layers": 18}},
+         "Gemma 4 with an embedding for each layer (hidden_size_per_layer_input), layers that "
+         "share keys and values (num_kv_shared_layers); there is code"),
+        ("llama3", {"model_type": "gemma4_unified_text", "enable_moe_block": True},
+         "Gemma 4 with a mixture of experts (enable_moe_block); there is code"),
         ("llama3", {"model_type": "absent"}, "None; forwards exist for GPT-2"),
         ("llama3", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
          "'proportional'; there is code for 'default', 'linear', 'llama3', 'yarn', 'longrope'"),

@@ -89,6 +89,16 @@ GEMMA3 = {
         LOCAL: {"rope_type": "default", "rope_theta": 1e3},
     },
 }  # fmt: skip
+GEMMA4 = {
+    **SMALL, **ENDS, "num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 12,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    "sliding_window": 4, "layer_types": [LOCAL, GLOBAL, GLOBAL], "final_logit_softcapping": 3.0,
+    "rms_norm_eps": 1e-3, "use_bidirectional_attention": "vision", "pad_token_id": 0,
+    "rope_parameters": {
+        GLOBAL: {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        LOCAL: {"rope_type": "default", "rope_theta": 1e3},
+    },
+}  # fmt: skip
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.25, 1.5], "long_factor": [1.0, 3.0, 9.0],
@@ -103,6 +113,10 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
         **SMALL, **ENDS, "head_dim": 6, "attention_bias": True, "use_sliding_window": True,
         "sliding_window": 4, "max_window_layers": 1}),
     "gemma3": ("Gemma3TextConfig", GEMMA3),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4_unified": ("Gemma4UnifiedTextConfig", {
+        name: value for name, value in {**GEMMA4, "attention_k_eq_v": False}.items()
+        if name != "hidden_size_per_layer_input"}),
     "gemma2": ("Gemma2Config", {
         **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "phi3": ("Phi3Config", {**SMALL, **ENDS, "sliding_window": 5, "pad_token_id": 0}),
@@ -134,6 +148,9 @@ def write(name: str, kind: str, numbers: dict[str, Any], parent: Path) -> dict[s
         for weight in model.parameters():
             spread = 0.1 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             weight.copy_(spread * torch.randn_like(weight) + (weight.ndim == 1) * weight)
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand_like(buffer))
     model.tie_weights()
     if name in ("llama3", "phi"):
         model = model.bfloat16()
@@ -221,9 +238,12 @@ def write_newer() -> None:
 
 
 def older_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the form that a config.json had before transformers 5."""
+    """Return the form that a config.json had before transformers 5, of Gemma 4 as published."""
     config["torch_dtype"] = config.pop("dtype")
     config["transformers_version"] = "4.51.0"
+    if config["model_type"].startswith("gemma4"):
+        del config["per_layer_config"]
+        return config | {name: GEMMA4[name] for name in GEMMA4 if "global" in name}
     rope = config.pop("rope_parameters")
     if LOCAL in rope:
         config["rope_local_base_freq"] = rope[LOCAL]["rope_theta"]

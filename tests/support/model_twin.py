@@ -48,11 +48,16 @@ def norm(x, norm, eps):
     return scaled * wide(norm.weight) + wide(norm.bias)
 
 
-def rotated(x, config: Config, base: float):
-    """Rotate the heads (S, heads, D) by complex numbers, as the paper's equation 13."""
-    half = config.rotary_dim // 2
+def rotated(x, config: Config, base: float, whole: bool = False):
+    """Rotate the heads (S, heads, D) by complex numbers, as the paper's equation 13.
+
+    With `whole` pairs are those of the whole head, of which the first are rotated.
+    """
+    half = x.shape[-1] // 2 if whole else config.rotary_dim // 2
     assert config.rope_scaling is None
     angles = np.outer(np.arange(len(x)), base ** (-np.arange(half) / half))
+    if whole:
+        angles[:, config.global_rotary_dim // 2 :] = 0
     turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angles)[:, None]
     return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
@@ -63,8 +68,15 @@ def capped(x, cap):
 
 def attended(config: Config, qkv, index, layer):
     heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
+    is_global = index in config.global_layers
+    if is_global:
+        groups, size = config.global_kv_heads or groups, config.global_head_dim or size
     every = qkv.reshape(len(qkv), -1, size)
     q, k, v = np.split(every, [heads, heads + groups], axis=1)
+    if is_global and config.keys_as_values:
+        v = k
+    if config.architecture == "gemma4":
+        v = v / np.sqrt((v**2).mean(-1, keepdims=True) + config.norm_eps)
     if layer.q_norm is not None:
         q, k = norm(q, layer.q_norm, config.norm_eps), norm(k, layer.k_norm, config.norm_eps)
     is_local = config.window_size is not None and index not in config.global_layers
@@ -72,7 +84,8 @@ def attended(config: Config, qkv, index, layer):
     if is_local and config.local_rope_base is not None:
         base = config.local_rope_base
     if config.rotary_dim and index not in config.unrotated_layers:
-        q, k = rotated(q, config, base), rotated(k, config, base)
+        whole = is_global and config.global_rotary_dim is not None
+        q, k = rotated(q, config, base, whole), rotated(k, config, base, whole)
     rows = np.arange(len(qkv))
     if config.query_growth is not None:
         rate, length = config.query_growth
@@ -112,6 +125,8 @@ def twin_states(model: Model, ids) -> list[np.ndarray]:
         if layer.down_norm is not None:
             down = norm(down, layer.down_norm, config.norm_eps)
         x = x + attention + down
+        if layer.scalar is not None:
+            x = x * wide(layer.scalar)
         states.append(x)
     return [*states, norm(x, weights.norm, config.norm_eps)]
 

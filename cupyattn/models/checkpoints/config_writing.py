@@ -68,6 +68,7 @@ _NAMED = {
 _CLASSES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
@@ -84,6 +85,8 @@ def _kind(config: Config) -> str:
     """Return the model type of a config that is not GPT-2's."""
     if config.architecture == "gemma":
         return "gemma3_text" if config.qk_norm else "gemma2"
+    if config.architecture == "gemma4":
+        return "gemma4_text"
     if config.architecture != "llama":
         return config.architecture
     if config.qk_norm:
@@ -133,6 +136,8 @@ def _other_json(config: Config) -> Json:
         written["no_rope_layers"] = [int(i not in config.unrotated_layers) for i in layers]
     if config.architecture == "gemma":
         written |= _gemma_json(config, kind)
+    if kind == "gemma4_text":
+        written |= _gemma4_json(config)
     return {**written, **_windows_json(config, kind)}
 
 
@@ -149,6 +154,26 @@ def _gemma_json(config: Config, kind: str) -> Json:
     return found
 
 
+def _gemma4_json(config: Config) -> Json:
+    dim, part = config.heads_of(config.global_layers[0]).head_dim, config.global_rotary_dim or 0
+    return {
+        "hidden_activation": _NAMED.get(config.activation),
+        "final_logit_softcapping": config.logit_softcap,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": config.keys_as_values,
+        "global_head_dim": config.global_head_dim,
+        "num_global_key_value_heads": config.global_kv_heads,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": config.rope_base,
+                "partial_rotary_factor": part / dim,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": config.local_rope_base},
+        },
+    }
+
+
 def _windows_json(config: Config, kind: str) -> Json:
     if kind in ("llama", "phi"):
         return {}
@@ -158,7 +183,7 @@ def _windows_json(config: Config, kind: str) -> Json:
     found: Json = {"sliding_window": config.window_size[0] + 1}
     if kind in ("qwen2", "qwen3", "smollm3"):
         found["use_sliding_window"] = True
-    if not all(local) or config.architecture == "gemma":
+    if not all(local) or config.architecture in ("gemma", "gemma4"):
         found["layer_types"] = [f"{('full', 'sliding')[each]}_attention" for each in local]
     return found
 

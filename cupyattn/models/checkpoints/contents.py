@@ -107,6 +107,7 @@ class Naming(NamedTuple):
     """Patterns of tensors that are no weights."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    scalar: str = "layer_scalar"
     output_norm: str = "post_attention_layernorm"
     down_norm: str = "post_feedforward_layernorm"
     """The names of norms that only some layers have."""
@@ -126,7 +127,7 @@ _OF_LLAMA = Naming(
     prefix="model.",
     ignored=(
         r"rotary_emb\.inv_freq$",
-        r"^(model\.)?(vision_tower|vision_model|multi_modal_projector)\.",
+        r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|embed_(vision|audio))\.",
     ),
 )
 
@@ -141,6 +142,7 @@ HUGGING_FACE = {
     ),
     "phi3": _OF_LLAMA._replace(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     "gemma": _OF_LLAMA._replace(mlp_norm="pre_feedforward_layernorm"),
+    "gemma4": _OF_LLAMA._replace(mlp_norm="pre_feedforward_layernorm"),
     # Its weights are those of Conv1D, (K, N); attn.bias and attn.masked_bias are a causal mask.
     "gpt2": Naming(
         embedding="wte",
@@ -295,8 +297,11 @@ def places(
             norm = getattr(layer, field)
             if norm is not None:
                 put_norm(before + getattr(naming, field), norm)
-        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
-        put_product(before, naming.qkv, layer.qkv, heads, naming.paired)
+        if layer.scalar is not None:
+            put(f"{before}{naming.scalar}", layer.scalar)
+        heads = config.heads_of(index)
+        names = naming.qkv[: len(heads.counts)]
+        put_product(before, names, layer.qkv, heads.counts, naming.paired)
         put_product(before, (naming.output,), layer.output)
         put_product(before, naming.up, layer.up)
         put_product(before, (naming.down,), layer.down)
@@ -353,7 +358,7 @@ def modules_of(
 ) -> dict[str, list[LinearModule]]:
     """Return the modules of each product of a layer, by the name of its field."""
     before = naming.prefix + naming.layer.format(index)
-    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+    heads = config.heads_of(index).counts
 
     def modules(names: tuple[str, ...], product: Product, first: int = 0) -> list[LinearModule]:
         return [
@@ -365,7 +370,7 @@ def modules_of(
         "output": modules((naming.output,), layer.output),
         "down": modules((naming.down,), layer.down),
     }
-    qkv = modules(naming.qkv, layer.qkv)
+    qkv = modules(naming.qkv[: len(heads)], layer.qkv)
     if layer.qkv_up is None:
         return {"qkv": qkv, "up": modules(naming.up, layer.up), **ends}
     return {"qkv_up": qkv + modules(naming.up, layer.up, len(layer.qkv.weight)), **ends}

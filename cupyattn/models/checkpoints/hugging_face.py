@@ -23,7 +23,8 @@ from cupyattn.runtime.reading import read_json
 
 _OF_LLAMA = ("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "smollm3")
 _OF_GEMMA = ("gemma2", "gemma3_text")
-_WITH_TEXT = ("gemma3", "mistral3")
+_OF_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+_WITH_TEXT = ("gemma3", "gemma4", "gemma4_unified", "mistral3")
 """Models of text and images, whose `text_config` may be of a kind above."""
 _DEFAULTS: dict[str, Json] = {
     "gemma3_text": {
@@ -69,6 +70,8 @@ def config_of(fields: Fields, generation: Fields) -> Config:
         config = _phi3(fields)
     elif kind in _OF_GEMMA:
         config = _gemma(fields, kind)
+    elif kind in _OF_GEMMA4:
+        config = _gemma4(fields, kind)
     else:
         raise unknown_architecture(kind, fields.where)
     begin = (*fields.ids("bos_token_id"), None)[0]
@@ -90,8 +93,8 @@ def _original_length(fields: Fields) -> int | None:
 def _text_of(fields: Fields, kind: str) -> tuple[Fields, str]:
     """Return the config of the text model in that of a model of text and images, and its kind."""
     text = fields.object("text_config")
-    own = text.get("model_type", "gemma3_text" if kind == "gemma3" else None)
-    if own not in (*_OF_LLAMA, *_OF_GEMMA):
+    own = text.get("model_type", f"{kind}_text" if kind != "mistral3" else None)
+    if own not in (*_OF_LLAMA, *_OF_GEMMA, *_OF_GEMMA4):
         raise unknown_architecture(own, f"{fields.where}, text_config")
     outer = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
     given = {name: fields.given[name] for name in outer if fields.given.get(name) is not None}
@@ -202,6 +205,88 @@ def _gemma(fields: Fields, kind: str) -> Config:
         embedding_scale=sizes["hidden_size"] ** 0.5,
     )
     return config._replace(**_windows(fields, kind, config))
+
+
+_NOT_DENSE = {
+    "hidden_size_per_layer_input": (256, "an embedding for each layer"),
+    "num_kv_shared_layers": (0, "layers that share keys and values"),
+    "enable_moe_block": (False, "a mixture of experts"),
+}
+"""Fields that dense models of Gemma 4 have off: defaults of gemma4_text, and what they are."""
+_GEMMA4_WINDOWS = {"gemma4_text": 512, "gemma4_unified_text": 1024}
+
+
+def _gemma4(fields: Fields, kind: str) -> Config:
+    found = [
+        f"{what} ({name})"
+        for name, (default, what) in _NOT_DENSE.items()
+        if fields.given.get(name, default if kind == "gemma4_text" else 0)
+    ]
+    if found:
+        raise error(
+            NotImplementedError,
+            f"{fields.where}: a model of Gemma 4 with {', '.join(found)}",
+            "there is code for models of Gemma 4 without them, as those of 12B and 31B weights are",
+            "load a model of that kind",
+        )
+    if fields.given.get("use_bidirectional_attention") != "vision":  # which text does not have
+        fields.refuse("use_bidirectional_attention")
+    sizes = _sizes(fields, 256)
+    layers = range(sizes["num_layers"])
+    types = fields.words("layer_types", (_LOCAL, _GLOBAL), len(layers))
+    if types is None:
+        types = tuple([_LOCAL if (layer + 1) % 6 else _GLOBAL for layer in layers])
+    everywhere = tuple([i for i in layers if types[i] == _GLOBAL or i == layers[-1]])
+    ropes = fields.object("rope_parameters")
+    where = f"{fields.where}, rotary embedding of {_GLOBAL}"
+    rope = Fields(ropes.get(_GLOBAL) or {}, where)
+    rope.choice("rope_type", ("proportional",), "proportional")
+    rope.refuse("factor", 1.0)
+    shares = fields.flag("attention_k_eq_v", False)
+    dim, groups = _heads_of_global_layers(fields, sizes, everywhere, shares)
+    part = rope.number("partial_rotary_factor", 0.25)
+    biased = fields.flag("attention_bias", False)
+    return Config(
+        "gemma4",
+        **{**sizes, "tied": fields.flag("tie_word_embeddings", True)},
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=_GATED[fields.choice("hidden_activation", _GATED, "gelu_pytorch_tanh")],
+        rotary_dim=sizes["head_dim"],
+        rope_base=rope.number("rope_theta", 1e6),
+        local_rope_base=_local_base(fields, ropes),
+        window_size=(fields.integer("sliding_window", _GEMMA4_WINDOWS[kind]) - 1, 0),
+        global_layers=everywhere,
+        global_head_dim=dim,
+        global_kv_heads=groups,
+        global_rotary_dim=2 * int(part * dim / 2),
+        keys_as_values=shares,
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=True,
+        softmax_scale=1.0,
+        logit_softcap=_cap(fields, "final_logit_softcapping", None),
+        embedding_scale=sizes["hidden_size"] ** 0.5,
+    )
+
+
+def _heads_of_global_layers(
+    fields: Fields, sizes: Json, everywhere: tuple[int, ...], shares: bool
+) -> tuple[int, int]:
+    """Return D and G of Gemma 4's global layers: two fields, or `per_layer_config` instead."""
+    if fields.given.get("per_layer_config") is None:
+        groups = sizes["num_kv_heads"]
+        if shares:
+            groups = fields.integer("num_global_key_value_heads", groups)
+        return fields.integer("global_head_dim", 512), groups
+    listed = fields.object("per_layer_config")
+    own = listed.get(str(everywhere[0]), {})
+    if listed != ({str(layer): own for layer in everywhere} if own else {}):
+        raise damaged(fields.where, f"per_layer_config differs among layers: {shown(listed)}")
+    heads = Fields(own if isinstance(own, dict) else {}, f"{fields.where}, per_layer_config")
+    return (
+        heads.integer("head_dim", sizes["head_dim"]),
+        heads.integer("num_key_value_heads", sizes["num_kv_heads"]),
+    )
 
 
 def _cap(fields: Fields, name: str, default: float | None) -> float | None:

@@ -17,9 +17,16 @@ from cupyattn.models.checkpoints.config_writing import config_json
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, Checkpoint, places
 from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.config import Config
-from cupyattn.models.float16_range import unscaled
 from cupyattn.models.tokenizer import Tokenizer, write_tokenizer
-from cupyattn.models.weights import PRODUCTS, Layer, Product, Weights, empty, named_arrays
+from cupyattn.models.weights import (
+    PRODUCTS,
+    Layer,
+    Product,
+    Weights,
+    empty,
+    named_arrays,
+    unscaled,
+)
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error

@@ -108,8 +108,12 @@ def blocks_at_hand(
 def block_bytes(config: Config, dtype: DTypeLike, block_size: int) -> int:
     """Return the size of a block in all layers."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-    bits = config.head_dim * _BITS.get(name, 32) + (32 if name.startswith("int") else 0)
-    return 2 * config.num_layers * block_size * config.num_kv_heads * bits // 8
+    scale = 32 if name.startswith("int") else 0
+    bits = sum(
+        heads.num_kv_heads * (heads.head_dim * _BITS.get(name, 32) + scale)
+        for heads in config.heads
+    )
+    return 2 * block_size * bits // 8
 
 
 def free_bytes(xp: ModuleType) -> int:
@@ -237,7 +241,9 @@ class Generator:
             at_hand = agreed(model.group, alike, model.xp, at_hand)
             num_blocks = at_hand if num_blocks is None else num_blocks
             self.cache = PagedKVCache(
-                config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim,
+                config.num_layers, num_blocks, block_size,
+                [heads.num_kv_heads for heads in config.heads],
+                [heads.head_dim for heads in config.heads],
                 dtype=dtype, xp=model.xp, prefix_caching=True, num_host_blocks=num_host_blocks,
             )  # fmt: skip
         self.scheduler = Scheduler(

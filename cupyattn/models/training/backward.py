@@ -35,6 +35,7 @@ from cupyattn import (
     layer_norm_backward,
     linear,
     linear_backward,
+    rms_norm,
     rms_norm_backward,
 )
 from cupyattn.models.forward import (
@@ -43,6 +44,7 @@ from cupyattn.models.forward import (
     activation_backward,
     added,
     heads_of,
+    heads_with_values,
     hidden_states,
     logit_chunks,
     loss_dtype,
@@ -226,7 +228,7 @@ def adapted_already() -> NotImplementedError:
     )
 
 
-Heads = tuple[Array, Array, Array]
+HeadArrays = tuple[Array, Array, Array]
 """The heads of q, k and v, as `cupyattn.models.forward.normed_heads` returns them."""
 
 
@@ -251,24 +253,31 @@ class SampleAttention:
         """Return the factors of queries; see `cupyattn.models.forward.query_growth`."""
         return query_growth(self.config, self._positions, dtype)
 
-    def with_lse(self, layer: int, heads: Heads) -> tuple[Array, Array]:
+    def with_lse(self, layer: int, heads: HeadArrays) -> tuple[Array, Array]:
         """Return attention (total, H D) and its log-sum-exp."""
         (q, k, v), options = heads, self._options(layer)
         out, lse = attention_varlen(q, k, v, *self._lengths, **options, return_lse=True)
         return out.reshape(len(out), -1), lse
 
     def backward(
-        self, layer: int, dout: Array, heads: Heads, out: Array, lse: Array, *, into: Array
-    ) -> Array:
-        """Write the gradient of qkv, with the same bits in every run."""
-        (q, k, v), config = heads, self.config
-        shape = len(out), config.num_heads, config.head_dim
+        self, layer: int, dout: Array, heads: HeadArrays, out: Array, lse: Array, *, into: Array
+    ) -> HeadArrays:
+        """Return the gradients of the heads, with the same bits in every run.
+
+        They are views of the gradient of qkv, `into`; where keys are the values too, that of v is a
+        new array.
+        """
+        q, k, v = heads
+        sizes = self.config.heads_of(layer)
+        dq, dk, dv = heads_of(sizes, into)
+        if sizes.keys_as_values:
+            dv = self.empty_like(v)
         attention_varlen_backward(
-            dout.reshape(shape), q, k, v, out.reshape(shape), lse,
+            dout.reshape(q.shape), q, k, v, out.reshape(q.shape), lse,
             *self._lengths, **self._options(layer), deterministic=True,
-            grads=AttentionGrads(*heads_of(config, into)),
+            grads=AttentionGrads(dq, dk, dv),
         )  # fmt: skip
-        return into
+        return dq, dk, dv
 
     def empty_like(self, array: Array) -> Array:
         """Return an uninitialised array of the shape and dtype of another, in C order."""
@@ -336,9 +345,11 @@ def layer_backward(
     """Return the gradient of a layer's x from that of its result."""
     activation = attention.config.activation
     assert layer.mlp_norm is not None
+    if layer.scalar is not None:
+        dx *= layer.scalar
     normed, *statistics = layer.norm(x, return_stats=True)
     qkv = layer.qkv(normed)
-    heads = kept_heads(attention, layer, qkv)
+    heads = kept_heads(attention, index, layer, qkv)
     attended, lse = attention.with_lse(index, heads)
     scales = layer.scales
     x_or_sum, term = added(layer.output, layer.output_norm, attended, x, scales.after_output)
@@ -363,18 +374,18 @@ def layer_backward(
     dattended = product_backward(layer.output, doutput, attended, gradients)
     del doutput
     dqkv = attention.empty_like(qkv)
-    attention.backward(index, dattended, heads, attended, lse, into=dqkv)
+    dheads = attention.backward(index, dattended, heads, attended, lse, into=dqkv)
     del dattended, attended, lse, heads
-    heads_backward(attention, layer, dqkv, qkv, gradients)
-    del qkv
+    heads_backward(attention, index, layer, dheads, qkv, gradients)
+    del qkv, dheads
     dnormed = product_backward(layer.qkv, dqkv, normed, gradients)
     del dqkv, normed
     return norm_backward(layer.norm, dnormed, x, statistics, dmiddle, gradients)
 
 
-def kept_heads(attention: SampleAttention, layer: Layer, qkv: Array) -> Heads:
+def kept_heads(attention: SampleAttention, index: int, layer: Layer, qkv: Array) -> HeadArrays:
     """Return the result of `normed_heads`, in other arrays than qkv where it writes."""
-    q, k, v = heads_of(attention.config, qkv)
+    q, k, v = heads_with_values(attention.config.heads_of(index), layer, qkv)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = layer.q_norm(q), layer.k_norm(k)
     growth = attention.growth(q.dtype)
@@ -382,11 +393,20 @@ def kept_heads(attention: SampleAttention, layer: Layer, qkv: Array) -> Heads:
 
 
 def heads_backward(
-    attention: SampleAttention, layer: Layer, dqkv: Array, qkv: Array, gradients: Gradients
+    attention: SampleAttention,
+    index: int,
+    layer: Layer,
+    dheads: HeadArrays,
+    qkv: Array,
+    gradients: Gradients,
 ) -> None:
-    """Turn the gradient of the heads that attention saw into that of qkv, in place."""
-    dq, dk, _ = heads_of(attention.config, dqkv)
-    q, k, _ = heads_of(attention.config, qkv)
+    """Turn the gradients of the heads that attention saw into those of their rows of qkv.
+
+    All are written in place, that of v into that of k where keys are the values too.
+    """
+    dq, dk, dv = dheads
+    heads = attention.config.heads_of(index)
+    q, k, v = heads_of(heads, qkv)
     growth = attention.growth(dq.dtype)
     if growth is not None:
         dq *= growth
@@ -394,6 +414,11 @@ def heads_backward(
         if norm is not None:
             _, *statistics = norm(x, return_stats=True)
             dnormed[...] = norm_backward(norm, dnormed, x, statistics, None, gradients)
+    if layer.v_eps is not None:
+        _, rstd = rms_norm(v, eps=layer.v_eps, return_stats=True)
+        dv[...] = _present(rms_norm_backward(dv, v, None, rstd).dx)
+    if heads.keys_as_values:
+        dk += dv
 
 
 def added_backward(
@@ -448,13 +473,14 @@ def parallel_layer_backward(
     del inner
     activation_backward(dinner, up, activation, into=dup)
     del dinner
-    heads = kept_heads(attention, layer, qkv)
+    heads = kept_heads(attention, index, layer, qkv)
     attended, lse = attention.with_lse(index, heads)
     dattended = product_backward(layer.output, dterm, attended, gradients)
     del dterm
-    attention.backward(index, dattended, heads, attended, lse, into=dqkv)
+    dheads = attention.backward(index, dattended, heads, attended, lse, into=dqkv)
     del dattended, attended, lse, heads
-    heads_backward(attention, layer, dqkv, qkv, gradients)
+    heads_backward(attention, index, layer, dheads, qkv, gradients)
+    del dheads
     if layer.qkv_up is None:
         dnormed = product_backward(layer.up, dup, normed, gradients)
         dnormed = product_backward(layer.qkv, dqkv, normed, gradients, residual=dnormed)

@@ -15,7 +15,7 @@ from cupyattn.models.forward import rows_at_once
 from cupyattn.models.loading import quantises_to, require_activations
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.optimizer import ALIGNMENT, state_bytes
-from cupyattn.models.weights import Quantises, Weights, empty, named_arrays
+from cupyattn.models.weights import Quantises, Weights, empty, is_learnt, named_arrays
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import dtype_of
 from cupyattn.runtime.errors import error
@@ -72,36 +72,42 @@ def working_bytes(
     size = dtype_of(dtype).itemsize
     width, inner = config.hidden_size, config.intermediate_size
     up = inner * (2 if config.activation in GATED else 1)
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    qkv, low = queries + 2 * keys, 0 if full else 6 * rank
-    adapted = 0 if full else up
+    low, adapted = (0, 0) if full else (6 * rank, up)
     fused = inner if dropout and not full else 0  # dropped, and the gradient of that
     lse = _LSE_BYTES * config.num_heads
     per_row = 2 * lse * (tokens + _QUERIES_OF_A_TILE * samples)  # of float16, deterministic
-    rotated = queries + keys if config.rotary_dim else 0
 
     # A float16 model has float32 hidden states, and a gradient of each term in float16.
     stream, of_term = (2 * width, width) if dtype == "float16" else (width, 0)
     kept = (config.num_layers + 1) * stream  # with the dx of the layer
-    if config.architecture == "phi":
-        known = kept + width + 2 * (qkv + up) + low
-        mlp = known + 2 * inner + 2 * fused + of_term
-        attention = known + 2 * queries + rotated
-        weight = max(up + qkv, queries) * width
-    else:
-        normed = queries + keys if config.qk_norm else 0  # q and k, next to those of the product
-        grown = queries if config.query_growth is not None else 0
-        known = kept + width + qkv + normed + grown + queries + low
-        ddown, again = of_term, 0
-        if config.architecture == "gemma":
-            ddown, again = width, 3 * width + of_term
-        mlp = known + width + stream + up
-        mlp += max(adapted, ddown + 2 * inner + 2 * fused, again + inner)
-        attention = known + stream + max(ddown + queries, queries + qkv + rotated, again)
-        weight = max(up, qkv) * width
-    if activations is not None:
-        mlp, attention = mlp + max(inner, width), attention + max(queries, width)
+    layers: list[int] = []
+    for heads in dict.fromkeys(config.heads):
+        (queries, keys, *_), qkv = heads.rows, sum(heads.rows)
+        rotated = queries + keys if config.rotary_dim else 0
+        if config.architecture == "phi":
+            known = kept + width + 2 * (qkv + up) + low
+            mlp = known + 2 * inner + 2 * fused + of_term
+            attention = known + 2 * queries + rotated
+            weight = max(up + qkv, queries) * width
+        else:
+            normed = queries + keys if config.qk_norm else 0  # next to those of the product
+            normed += keys if config.architecture == "gemma4" else 0  # v
+            grown = queries if config.query_growth is not None else 0
+            known = kept + width + qkv + normed + grown + queries + low
+            ddown, again = of_term, 0
+            if config.architecture in ("gemma", "gemma4"):
+                ddown, again = width, 3 * width + of_term
+            mlp = known + width + stream + up
+            mlp += max(adapted, ddown + 2 * inner + 2 * fused, again + inner)
+            dqkv = queries + 2 * keys
+            attention = known + stream + max(ddown + queries, queries + dqkv + rotated, again)
+            weight = max(up, qkv) * width
+        if activations is not None:
+            mlp, attention = mlp + max(inner, width), attention + max(queries, width)
+        layers += (
+            tokens * (mlp * size + lse) + full * weight * size,
+            tokens * (attention * size + lse) + per_row,
+        )
     rows = min(rows_at_once(config.vocab_size, size), tokens)
     parts = min(4 * _MOST_PARTS * rows * width, _MOST_PARTS_BYTES)
     head = rows * config.vocab_size * size + (0 if full else parts)
@@ -109,10 +115,7 @@ def working_bytes(
         head += 2 * rows * config.vocab_size * size
     return Working(
         tokens * kept * size,
-        max(
-            tokens * (mlp * size + lse) + full * weight * size,
-            tokens * (attention * size + lse) + per_row,
-        ),
+        max(layers),
         tokens * (kept + 2 * width) * size + head + full * config.vocab_size * width * size,
     )
 
@@ -191,7 +194,8 @@ def budget_of(training: Training) -> Budget:
     weights = empty(config, training.dtype, np, quantises, activations)
     size = dtype_of(training.dtype).itemsize
     if lora is None:
-        learnt, rounded = _items(array.size for _, array in named_arrays(weights)), 0
+        sizes = [array.size for name, array in named_arrays(weights) if is_learnt(name)]
+        learnt, rounded = _items(sizes), 0
     else:
         learnt, rounded = _adapter_items(weights, config, lora)
     tokens = training.batch_tokens

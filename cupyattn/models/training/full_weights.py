@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.models.float16_range import factors_of
 from cupyattn.models.forward import loss_dtype
 from cupyattn.models.training.backward import (
     AdaptedProduct,
@@ -19,7 +18,7 @@ from cupyattn.models.training.backward import (
 from cupyattn.models.training.batches import DIGEST, Batch, Sample
 from cupyattn.models.training.trainable import fingerprint, require_samples, require_whole
 from cupyattn.models.transformer import Model
-from cupyattn.models.weights import Layer, named_parts
+from cupyattn.models.weights import Layer, factors_of, is_learnt, named_parts
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
@@ -77,6 +76,8 @@ class FullWeights:
         self._places: dict[str, ArrayPart] = {}
         factors = factors_of(model.weights, model.config)
         for name, array in named_parts(model.weights):
+            if not is_learnt(name):
+                continue
             if isinstance(array, QuantizedWeight):
                 raise error(
                     NotImplementedError,

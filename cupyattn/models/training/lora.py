@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, LinearModule, modules_of
-from cupyattn.models.float16_range import row_factors
 from cupyattn.models.forward import loss_dtype
 from cupyattn.models.generation.options import as_count
 from cupyattn.models.training import peft
@@ -26,7 +25,7 @@ from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
 from cupyattn.models.training.merged_parts import MergedParts, parted
 from cupyattn.models.training.trainable import fingerprint, require_samples, require_whole
 from cupyattn.models.transformer import Model
-from cupyattn.models.weights import Layer, Product, Weights, rows_of
+from cupyattn.models.weights import Layer, Product, Weights, row_factors, rows_of
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.errors import error
@@ -232,7 +231,7 @@ class LoraAdapters:
                 if isinstance(product, AdaptedProduct):
                     lengths = self._lengths(named[field], product, magnitudes)
                     if lengths is not None:
-                        factors, _ = row_factors(layer, field, config)
+                        factors, _ = row_factors(layer, field, config, index)
                         lengths *= self._base.xp.asarray(factors.astype(lengths.dtype))
                     kind = product.a.dtype
                     merged[field] = self._wide(product).merged(
@@ -393,7 +392,7 @@ class LoraAdapters:
                 names += (module.name for module in modules)
                 chosen = [each for each in modules if self.options.targeted(each.name)]
                 if chosen:
-                    factors, _ = row_factors(layer, field, config)
+                    factors, _ = row_factors(layer, field, config, index)
                     product = getattr(layer, field)
                     adapted[field] = self._adapted(product, chosen, generator, factors)
             layers.append(layer._replace(**adapted))

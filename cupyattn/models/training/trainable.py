@@ -158,7 +158,8 @@ _OF_A_MODEL = (
 )  # fmt: skip
 _OF_SOME = (
     "qk_norm", "global_layers", "local_rope_base", "unrotated_layers", "softmax_scale",
-    "attention_softcap", "logit_softcap", "embedding_scale", "query_growth",
+    "attention_softcap", "logit_softcap", "embedding_scale", "query_growth", "global_head_dim",
+    "global_kv_heads", "global_rotary_dim", "keys_as_values",
 )  # fmt: skip
 """Traits that only some models have: those of the others have the fingerprints that they had."""
 _ITEMS = 64

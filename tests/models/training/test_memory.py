@@ -142,6 +142,12 @@ def test_targets_are_checked_before_anything_is_loaded():
 
 
 LAYERS = 3
+WIDE = {
+    "gemma-4": models.PRESETS["gemma-3-1b"]._replace(
+        architecture="gemma4", global_layers=(2,), global_head_dim=512, global_rotary_dim=128,
+        num_heads=8, num_kv_heads=4, global_kv_heads=2, keys_as_values=True, softmax_scale=1.0,
+    )
+}  # fmt: skip
 
 
 class Idle(LaunchRecorder):
@@ -157,7 +163,7 @@ def counted(name, lengths, monkeypatch, *, full=False, quantize=None, activation
     """The peak of NumPy's memory in bytes, less the memory before the call."""
     backend = importlib.import_module("cupyattn.runtime.backend")
     monkeypatch.setattr(backend, "_device", lambda *choice: Idle(TURING))
-    config = models.PRESETS[name]._replace(num_layers=LAYERS)
+    config = (models.PRESETS | WIDE)[name]._replace(num_layers=LAYERS)
     if full:
         config = config._replace(vocab_size=5_000)  # whose masters are written
     weights = empty(config, "float16", np, quantises_to(quantize), activations)
@@ -189,11 +195,19 @@ BOTH = {"quantize": "int8", "activations": "int8"}
         every := [
             (name, lengths, options)
             for lengths in ((700, 324, 1024), (1024,) * 4)
-            for name in ("gpt2", "llama-3.2-1b", "phi-2", "qwen3-0.6b", "gemma-3-1b", "phi-4-mini")
+            for name in (
+                "gpt2",
+                "llama-3.2-1b",
+                "phi-2",
+                "qwen3-0.6b",
+                "gemma-3-1b",
+                "phi-4-mini",
+                *WIDE,
+            )
             for options in ({}, {"dropout": 0.1}, {"full": True}, {"quantize": "nf4"}, BOTH)
             if name == "gpt2" or "full" not in options
         ],
-        [*every[1:3], every[5], every[13], every[36], every[8]],
+        [*every[1:3], every[5], every[13], every[40], every[8]],
     ),
     ids=str,
 )
@@ -205,6 +219,6 @@ def test_the_working_set_is_exact_to_a_percent(name, lengths, options, monkeypat
         <= 1.01 * taken
         + 2**26
         * (
-            name in ("gpt2", "qwen3-0.6b", "gemma-3-1b")  # whose head may take most
+            name in ("gpt2", "qwen3-0.6b", "gemma-3-1b", "gemma-4")  # whose head may take most
         )
     )
