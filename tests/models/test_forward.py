@@ -182,7 +182,7 @@ def test_random_weights_come_from_the_seed():
     assert not np.allclose(first.logits(ids), other.logits(ids))
 
 
-LLAMA = TINY["llama"]
+LLAMA, GEMMA4 = TINY["llama"], TINY["gemma4"]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,16 @@ LLAMA = TINY["llama"]
          "num_heads = 4, num_kv_heads = 3; num_heads must be a multiple"),
         (lambda _: models.random(LLAMA._replace(rotary_dim=18)), ValueError, "rotary_dim = 18"),
         (lambda _: models.random(LLAMA._replace(num_layers=0)), ValueError, "num_layers = 0"),
+        (lambda _: models.random(LLAMA._replace(keys_as_values=True)), ValueError,
+         "keys_as_values in a model of llama; only gemma4"),
+        (lambda _: models.random(GEMMA4._replace(global_rotary_dim=26)), ValueError,
+         "global_rotary_dim = 26, head dim 24 in global layers; .* at most the head dim"),
+        (lambda _: models.random(GEMMA4._replace(global_rotary_dim=None, global_head_dim=6)),
+         ValueError, "rotary_dim = 8, global_rotary_dim = None, head dim 6 in global layers"),
+        (lambda _: models.random(GEMMA4._replace(rope_scaling=cupyattn.LinearScaling(2.0))),
+         ValueError, "global_rotary_dim = 6 with LinearScaling"),
+        (lambda _: models.random(GEMMA4._replace(global_head_dim=513)), NotImplementedError,
+         "global_head_dim = 513; attention has kernels for head dims up to 512"),
         (lambda _: models.random("gpt2", xp="cupy"), TypeError, "xp ="),
         (lambda _: models.random("gpt2", xp=np, dtype="int8"), TypeError, "dtype = 'int8'"),
     ],

@@ -26,15 +26,18 @@ _OF_GEMMA = ("gemma2", "gemma3_text")
 _OF_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 _WITH_TEXT = ("gemma3", "gemma4", "gemma4_unified", "mistral3")
 """Models of text and images, whose `text_config` may be of a kind above."""
-_DEFAULTS: dict[str, Json] = {
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131_072,
-    }
+_GEMMA3: Json = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
 }
-"""The numbers that published text_configs leave out."""
+_DEFAULTS: dict[str, Json] = {
+    "gemma3_text": _GEMMA3,
+    "gemma4_text": _GEMMA3 | {"vocab_size": 262_144},
+    "gemma4_unified_text": _GEMMA3 | {"vocab_size": 262_144, "max_position_embeddings": 262_144},
+}
+"""The numbers that text_configs may leave out."""
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
