@@ -53,12 +53,13 @@ def add_parser(commands: Commands) -> None:
         "turing",
         help="model the kernels on a Turing GPU from their machine code; needs no GPU",
         description="Compile each configuration of the kernels for sm_75, read its machine code, "
-        "and show for its main loop: spills, whether the load/store unit limits it, and how busy "
-        "the tensor cores (or float32 units) are in a simulation of one SM. Needs NVRTC and "
-        "nvdisasm, but no GPU.",
+        "and show for its main loop: spills, whether the load/store unit limits it, how busy the "
+        "tensor cores (or float32 units) are in a simulation of one SM, and the rate at the boost "
+        "clock and under the power limit. Needs NVRTC and nvdisasm, but no GPU.",
         epilog="Counts and ratios are exact. The utilisation is the result of a model with an "
-        f"error of up to +-{MARGIN}, and so is the clock under the power limit; no kernel of this "
-        "library was measured on a Turing GPU. Exit code 1 without a compiler or disassembler.",
+        f"error of up to +-{MARGIN}, the rate that the power limit sustains one of "
+        f"+-{UNCERTAINTY:.0%}; no kernel of this library was measured on a Turing GPU. Exit code 1 "
+        "without a compiler or disassembler.",
     )
     add_row_options(
         parser, default=f"{', '.join(TUNED)}; without tensor cores {', '.join(IN_FLOAT32)}"
@@ -217,11 +218,16 @@ _COLUMNS = {
     "range": "lowest and highest utilisation over the times at which the SM's CTAs can start",
     "TFLOP/s": "the rate of all SMs at that utilisation and the boost clock; of integer products "
     "it is TOPS",
-    "sustained": "the rate at the clock that the GPU holds under its power limit, a model too",
+    "sustained": "the rate at the clock that the GPU holds under its power limit, with the error "
+    "of that model",
 }
 """Columns and what they mean; the names are short, so that a row is one line of 80 columns."""
 _COUNTED = 8  # columns; the others are simulated
-_SPARE = ("range", "length", "smem", "LSU", "spills", "TFLOP/s", "sustained")
+_SPARE = (
+    *("range", "length", "smem", "LSU", "spills", "CTAs", "regs", "bound"),
+    *("TFLOP/s", "sustained"),
+)
+"""Columns that narrow terminals leave out, the first one first."""
 _LONG = 40
 """Characters of a row's name that leave room for the other columns in a line of 80."""
 _SHORTER = (

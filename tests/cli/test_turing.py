@@ -115,6 +115,14 @@ def test_text(modelled, capsys, monkeypatch):
     assert "a model with an error of up to +-0.05" in " ".join(printed.split())
 
 
+def test_long_names_leave_room_for_utilisation_and_rates(modelled, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    kernels = ("attention_backward_dkdv", "linear_product", "matmul_s8")
+    printed = output(capsys, "--kernel", *kernels)
+    headings = [line.split() for line in printed.splitlines() if line.startswith("  row ")]
+    assert [heading[-3:] for heading in headings] == [["used", "TFLOP/s", "sustained"]] * 3
+
+
 def test_rates_of_integers_are_tops(modelled, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     integers = replace(LOOP, work_flop=2 * LOOP.work_flop, of_integers=True)
