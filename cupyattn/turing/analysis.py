@@ -21,7 +21,7 @@ from cupyattn.runtime.device.recorder import LaunchRecorder
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.turing.counts import LoopFigures, loop_figures
-from cupyattn.turing.machine import T4, Machine
+from cupyattn.turing.machine import MACHINES, T4, Machine
 from cupyattn.turing.sass import SassInstruction, disassemble, parse_listing
 from cupyattn.turing.simulation import MATRIX, steady_path, utilisation, working_loops
 
@@ -85,7 +85,23 @@ def analyse(
     ------
     RuntimeError
         If NVRTC is missing, or (DisassemblerError) nvdisasm.
+    TypeError
+        If names are passed instead of a specialisation or a machine.
     """
+    if not isinstance(specialisation, Specialisation):
+        raise error(
+            TypeError,
+            f"analyse({shown(specialisation)})",
+            "it takes a specialisation",
+            'pass row("attention_forward", HEAD_DIM=64), or the specialisation of a Kernel',
+        )
+    if not isinstance(machine, Machine):
+        raise error(
+            TypeError,
+            f"analyse(machine={shown(machine)})",
+            "it is a Machine",
+            f"pass one of MACHINES ({', '.join(MACHINES)}) or a Machine of your own",
+        )
     artifact = compile_cubin(specialisation, TURING)
     assert artifact.resources is not None  # machine code always has them
     code = _code(artifact.code, specialisation.spec.entry)
@@ -214,12 +230,24 @@ def memory_figures(report: Report, least_bytes: int) -> MemoryFigures:
     least_bytes : int
         What it has to move: the arrays that it cannot do without, each once.
 
+    Raises
+    ------
+    ValueError
+        If `least_bytes` is not positive.
+
     Examples
     --------
     >>> figures = MemoryFigures(320_000, 320_000, {"ldg": 2500, "fma": 5000}, wavefronts=0)
     >>> figures.bound(), figures.sector_ratio, figures.bandwidth_share()
     ('memory', 1.0, 1.0)
     """
+    if least_bytes <= 0:
+        raise error(
+            ValueError,
+            f"least_bytes={least_bytes}",
+            "a call moves at least one byte",
+            "pass the bytes of the arrays that it cannot do without",
+        )
     accesses = report.accesses
     return MemoryFigures(
         least_bytes=least_bytes,
@@ -256,7 +284,7 @@ def row(entry: str, /, **macros: int | str) -> Specialisation:
     >>> turing.row("attention_forward", HEAD_DIM=64).threads
     128
     """
-    if entry not in KERNELS:
+    if not isinstance(entry, str) or entry not in KERNELS:
         near = get_close_matches(str(entry), KERNELS)
         raise error(
             ValueError,
@@ -268,14 +296,20 @@ def row(entry: str, /, **macros: int | str) -> Specialisation:
     for each in rows:
         if macros.items() <= dict(each.macros).items():
             return each
+    named = {name for each in rows for name, _ in each.macros}
+    unknown = sorted(macros.keys() - named)
     values = {
-        name: sorted({dict(each.macros).get(name) for each in rows}, key=str) for name in macros
+        name: sorted(
+            {dict(each.macros)[name] for each in rows if name in dict(each.macros)},
+            key=lambda value: (isinstance(value, str), value),
+        )
+        for name in macros
     }
     raise error(
         ValueError,
         f"{entry} has no row with {macros}",
-        f"its rows have {values}",
-        "pass values that one row has",
+        f"it has no macro {', '.join(unknown)}" if unknown else f"its rows have {values}",
+        f"its macros are {', '.join(sorted(named))}" if unknown else "pass values that one row has",
     )
 
 

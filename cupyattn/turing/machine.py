@@ -5,14 +5,24 @@ Also the devices that have such SMs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from cupyattn.runtime.arch import SUB_PARTITIONS, TURING, WARP_SIZE
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice
+from cupyattn.runtime.errors import error, shown
 from cupyattn.turing.sass import SassInstruction
+
+_NOT_NUMBERS = ("name", "tensor_cores")
+_RATES = ("shared_rate", "l2_rate")  # infinite ones limit nothing
+_MAY_BE_0 = (
+    *("hmma_latency", "imma_latency", "xu_latency", "other_latency", "shared_latency"),
+    *("l1_latency", "global_latency", "global_spread", "store_latency", "barrier", "branch"),
+    *("bank_conflict", "instruction_cache", "fetch"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,12 @@ class Machine:
     instruction_cache, fetch : int
         Instructions that a sub-partition's own cache holds, 16 KB [1], and the cycles from one to
         the next of a warp in a loop that is longer; the latter is assumed.
+
+    Raises
+    ------
+    ValueError
+        If a value is not positive or not finite. Latencies, `global_spread`, `barrier`, `branch`
+        and the last three may be 0, `shared_rate` and `l2_rate` infinite.
     """
 
     name: str = "T4"
@@ -131,6 +147,21 @@ class Machine:
     bank_conflict: int = 1
     instruction_cache: int = 1024
     fetch: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse values that no GPU has: a simulation with them divides by 0 or never ends."""
+        for name in (each.name for each in fields(self) if each.name not in _NOT_NUMBERS):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and value >= 0
+            is_zero, is_infinite = value == 0, value == math.inf
+            refused = (is_zero and name not in _MAY_BE_0) or (is_infinite and name not in _RATES)
+            if not is_number or refused:
+                raise error(
+                    ValueError,
+                    f"Machine({name}={shown(value)})",
+                    "it is a finite number " + ("at least 0" if name in _MAY_BE_0 else "above 0"),
+                    f"leave it out for a T4's {getattr(type(self), name)}",
+                )
 
     @property
     def peak_flop_per_cycle(self) -> float:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn.turing import MACHINES, T4, Machine, power, sass
+from cupyattn.emulator import Report
+from cupyattn.turing import MACHINES, T4, Machine, analyse, memory_figures, power, row, sass
 from cupyattn.turing.analysis import code_figures
 from cupyattn.turing.counts import loop_figures
 from cupyattn.turing.machine import access_bytes, barrier_warps, pipe_of, service
@@ -413,6 +414,48 @@ def test_energy_of_bytes_grows_with_their_way():
     shared, there = (power.energy([SassInstruction(0, each)]) for each in ("LDS.128", "LDG.E.128"))
     register = power.energy([SassInstruction(0, "MOV")])
     assert register < shared < there
+
+
+# --- what a caller may pass
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"clock_mhz": 0}, {"watts": -70}, {"watts": math.nan}, {"watts": math.inf}),
+        *({"queue": 0}, {"hmma_f32": -8}, {"global_spread": -1}, {"shared_rate": "64"}),
+    ],
+)
+def test_an_impossible_value_of_a_machine_is_refused(given):
+    ((name, _),) = given.items()
+    with pytest.raises(ValueError, match=rf"Machine\({name}=.*; it is a finite number"):
+        Machine(**given)
+
+
+def test_latencies_of_a_machine_may_be_0_and_rates_infinite():
+    machine = Machine(global_latency=0, global_spread=0, fetch=0, l2_rate=math.inf)
+    assert busy_fraction([LDG, HMMA], MATRIX, 4, 1, machine=machine) > 0
+
+
+def test_a_name_instead_of_a_kernel_or_machine_is_refused():
+    with pytest.raises(TypeError, match=r"row\(.*specialisation of a Kernel"):
+        analyse("attention_forward")
+    with pytest.raises(TypeError, match="MACHINES"):
+        analyse(row("attention_forward", HEAD_DIM=64), machine="T4")
+
+
+def test_a_missing_row_is_answered_with_its_values_or_macros():
+    with pytest.raises(ValueError, match=r"\[40, 64, 80, 96, 128, .*\]}; pass values"):
+        row("attention_forward", HEAD_DIM=65)
+    with pytest.raises(ValueError, match=r"no macro DIM; its macros are .*HEAD_DIM"):
+        row("attention_forward", DIM=64)
+    with pytest.raises(ValueError, match="there is no kernel"):
+        row(["attention_forward"])
+
+
+def test_a_call_without_bytes_is_refused():
+    with pytest.raises(ValueError, match=r"least_bytes=0; .* at least one byte"):
+        memory_figures(Report(), 0)
 
 
 # --- the disassembler
