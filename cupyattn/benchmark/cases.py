@@ -41,7 +41,7 @@ Row = Json
 FIGURES = frozenset(
     (
         *("times", "flops", "bytes", "tflops", "gb_per_s", "of_ceiling", "ceiling", "peak_bytes"),
-        *("unavailable", "left_out", "also", "modelled"),
+        *("unavailable", "left_out", "also", "modelled", "sustained"),
     )
 )
 """The measured keys of a row; the others are labels."""

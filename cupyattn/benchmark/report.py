@@ -2,22 +2,30 @@
 
 The model of Turing was compared with figures of other kernels only: its authors have no Turing GPU.
 A report is what an owner of one can send, and `.github/ISSUE_TEMPLATE` has the form for it. First
-come the units whose rates the model takes from publications, so that one report calibrates it.
+come the units whose rates the model takes from publications, and calls that go on until the power
+limit acts, with the clock that it leaves: one report calibrates the model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
+import cupyattn
 from cupyattn.benchmark import attention, decode, layers, linear
-from cupyattn.benchmark.cases import Case, Harness, Row, labels_of, median_of
+from cupyattn.benchmark.cases import Arrays, Case, Harness, Row, labels_of, median_of
 from cupyattn.benchmark.ceiling_kernels import (
     LOADS,
     TENSOR_UNITS,
@@ -27,10 +35,10 @@ from cupyattn.benchmark.ceiling_kernels import (
     TimedUnit,
     unit_rates,
 )
-from cupyattn.benchmark.command import JSON, Benchmark, run_on_gpu
-from cupyattn.benchmark.results import measured_on
+from cupyattn.benchmark.command import FAILURES, JSON, Benchmark, run_on_gpu
+from cupyattn.benchmark.results import measured_on, queried
 from cupyattn.benchmark.table import label_text
-from cupyattn.benchmark.timer import ARITHMETIC, copy_rate
+from cupyattn.benchmark.timer import ARITHMETIC, Call, Timer, copy_rate
 from cupyattn.cli.arguments import Commands, positive
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.runtime.annotations import Json
@@ -39,9 +47,10 @@ from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
 from cupyattn.runtime.plan import launch
 from cupyattn.runtime.storage import VECTOR_BYTES
-from cupyattn.turing import MARGIN, DisassemblerError, Machine, disassembler_version
+from cupyattn.turing import MACHINES, MARGIN, DisassemblerError, Machine, disassembler_version
 from cupyattn.turing.analysis import TuringModel
-from cupyattn.turing.machine import interval, latency, machine_of, service
+from cupyattn.turing.machine import interval, latency, machine_of, service, transfer
+from cupyattn.turing.power import UNCERTAINTY
 from cupyattn.turing.sass import SassInstruction
 
 Clock = Callable[[], float]
@@ -76,11 +85,12 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "report",
         help="measure everything on this GPU, and model it if it is a Turing: text for an issue",
-        description="Measure attention, its gradients, products, layers and decoding on the first "
-        "GPU, and print them as Markdown; on a Turing GPU with the figures of the model of "
-        "Turing (pip install 'cupyattn[turing]'). Needs a GPU.",
-        epilog="To send it as an issue: python -m cupyattn report > report.md. Exit code 1 without "
-        "a GPU.",
+        description="Measure the units of the first GPU, its rate and clock under its power limit, "
+        "attention, its gradients, products, layers and decoding, and print them as Markdown; on "
+        "a Turing GPU with the figures of the model of Turing (pip install '.[turing]'). Needs a "
+        "GPU.",
+        epilog="To send it as an issue: python -m cupyattn report --json report.json > report.md. "
+        "Exit code 1 without a GPU.",
     )
     parser.add_argument(
         "--minutes", type=positive, default=MINUTES, metavar="N",
@@ -115,13 +125,21 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
             disassembler_version()
         except DisassemblerError as failure:
             machine, missing = None, str(failure)
+    watts = power_limit(device)
+    has_limit = machine is not None and (watts is not None or machine.name in MACHINES)
+    if machine is not None and watts is not None:
+        machine = replace(machine, watts=round(watts))
     model = None if machine is None else TuringModel(machine)
     copied = copy_rate()
     units = measured_units(device, machine)
+    sustained = [measured_sustained(device, call, model) for call in SUSTAINED]
     parts = [
         _measured(*part, model, clock() + (ends - clock()) / (len(PARTS) - number), clock)
         for number, part in enumerate(PARTS)
     ]
+    if not has_limit:  # the machine's is another device's
+        for row in (*sustained, *(row for part in parts for row in part["rows"])):
+            row["sustained"] = None
     return {
         "command": "report",
         **measured_on(device),
@@ -129,8 +147,10 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
         "memory_gb_per_s": None if machine is None else machine.memory_gb_s,
         "machine": None if machine is None else machine.name,
         "without_model": missing,
+        "power_limit_watts": watts,
         "minutes": arguments.minutes,
         "units": units,
+        "sustained": sustained,
         "parts": parts,
     }
 
@@ -168,18 +188,133 @@ def measured_units(device: CudaDevice, machine: Machine | None) -> list[Json]:
 
 
 def modelled_cycles(unit: TimedUnit, machine: Machine) -> float:
-    """Return the cycles of a unit's instruction by the model, without other load.
+    """Return the cycles of a unit's instruction by the model.
+
+    Loads take the latency, or longer where all multiprocessors wait for the bytes of L2.
 
     Examples
     --------
     >>> from cupyattn.turing import T4
     >>> {unit.macro: modelled_cycles(unit, T4) for unit in UNITS[:4]}
     {'kConversions': 8, 'kExponentials': 8, 'kShuffles': 4, 'kReductions': 8}
+    >>> [round(modelled_cycles(unit, T4)) for unit in UNITS[6:]]
+    [500, 500, 819, 1638]
     """
     instruction = SassInstruction(0, unit.opcode)
     if unit.macro == LOADS:
-        return latency(instruction, machine)
+        loads = unit.threads // WARP_SIZE * unit.in_flight
+        return max(latency(instruction, machine), loads * transfer(instruction, machine))
     return max(interval(instruction, machine), SUB_PARTITIONS * service(instruction, machine))
+
+
+class SustainedCall(NamedTuple):
+    """A call that is repeated until the power limit acts; `prepare` makes it from arrays."""
+
+    name: str
+    flops: float
+    prepare: Callable[[Arrays], Call]
+
+
+_N = 4096
+_TOKENS = 8192
+_WIDTH = 1024
+
+
+def _product(arrays: Arrays) -> Call:
+    return partial(cupyattn.matmul, *(arrays.normal(_N, _N, dtype="float16") for _ in range(2)))
+
+
+def _attention(head_dim: int, arrays: Arrays) -> Call:
+    shape = (1, _TOKENS, _WIDTH // head_dim, head_dim)
+    return partial(cupyattn.attention, *(arrays.normal(*shape, dtype="float16") for _ in range(3)))
+
+
+SUSTAINED = (
+    SustainedCall("product of 4096 x 4096 x 4096", 2.0 * _N**3, _product),
+    *(
+        SustainedCall(
+            f"attention, head dim {head_dim}, 8192 tokens",
+            4.0 * _TOKENS**2 * _WIDTH,
+            partial(_attention, head_dim),
+        )
+        for head_dim in (64, 128)
+    ),
+)
+SUSTAINED_S = 2.0
+_SHORT = Timer(calls=3, warm_up=1, budget_s=1.0)
+_LAST = 4  # the share of the calls whose rate is taken: a quarter
+
+
+def power_limit(device: CudaDevice) -> float | None:
+    """Return the watts of a GPU's power limit, None if nvidia-smi does not report it."""
+    found = _numbers(queried("power.limit", gpu=_bus(device)))
+    return found[0] if found else None
+
+
+def measured_sustained(
+    device: CudaDevice, call: SustainedCall, model: TuringModel | None, seconds: float = SUSTAINED_S
+) -> Json:
+    """Repeat a call for some seconds; return its rate at first and at the end, and the clock."""
+    repeated = call.prepare(Arrays(load_cupy()))
+    first = statistics.median(_SHORT.queued(repeated))
+    count = max(_LAST, math.ceil(seconds / first))
+    with _watched(device) as seen:
+        took = Timer(count, 1, 4 * seconds + count * first).queued(repeated)
+    last = statistics.median(took[-max(1, len(took) // _LAST) :])
+    clock, watts = (
+        (statistics.median(each) for each in zip(*seen, strict=True)) if seen else (None, None)
+    )
+
+    def modelled(*, sustained: bool) -> float | None:
+        if model is None:
+            return None
+        return model.rate(lambda: call.prepare(Arrays(np, filled=False)), sustained=sustained)
+
+    return {
+        "call": call.name,
+        "tflops_at_first": call.flops / first / 1e12,
+        "tflops": call.flops / last / 1e12,
+        "seconds": sum(took),
+        "clock_mhz": clock,
+        "watts": watts,
+        "modelled": modelled(sustained=False),
+        "sustained": modelled(sustained=True),
+    }
+
+
+@contextmanager
+def _watched(device: CudaDevice) -> Iterator[list[tuple[float, ...]]]:
+    """Collect the clock in MHz and the power in watts of a GPU from nvidia-smi, until the end."""
+    seen: list[tuple[float, ...]] = []
+    ended, bus = threading.Event(), _bus(device)
+
+    def watch() -> None:
+        while not ended.is_set():
+            numbers = _numbers(queried("clocks.sm", "power.draw", gpu=bus))
+            if numbers is None:
+                return
+            seen.append(numbers)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bus(device: CudaDevice) -> str:
+    """Return the address by which nvidia-smi finds the GPU; its numbers may differ from CUDA's."""
+    return str(load_cupy().cuda.Device(device.ordinal).pci_bus_id)
+
+
+def _numbers(found: list[str] | None) -> tuple[float, ...] | None:
+    """Read what nvidia-smi printed, None if it is not all numbers, such as [N/A]."""
+    try:
+        return tuple(map(float, found)) if found else None
+    except ValueError:
+        return None
 
 
 def _measured(
@@ -195,37 +330,50 @@ def _measured(
     if model is not None and benchmark.cases is not None:
         every = benchmark.cases(arguments, UNFILLED)
         cases = {json.dumps(dict(case.labels)): case for case in every}
+    about = {"command": benchmark.name, "words": [*words, *CALLS]}
     if clock() >= ends:
-        return {"command": benchmark.name, "words": [*words, *CALLS], "cut": True, "rows": []}
+        return {**about, "cut": True, "failed": None, "rows": []}
     cut = False
 
     def rows_within(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
         nonlocal cut
         for row in benchmark.harness_rows(arguments, harness):
-            yield {**row, "modelled": figure(row, cases, model)}
+            modelled, sustained = (figure(row, cases, model, sustained=x) for x in (False, True))
+            yield {**row, "modelled": modelled, "sustained": sustained}
             if clock() >= ends:
                 cut = True
                 return
 
-    rows = replace(benchmark, rows=rows_within).result(arguments)["rows"]
-    return {"command": benchmark.name, "words": [*words, *CALLS], "cut": cut, "rows": rows}
+    try:
+        result = replace(benchmark, rows=rows_within).result(arguments)
+    except FAILURES as failure:  # of the first row: the other parts are worth their time
+        result = {"rows": [], "failed": f"{type(failure).__name__}: {failure}"}
+    return {**about, "cut": cut, "failed": result.get("failed"), "rows": result["rows"]}
 
 
 UNFILLED = Harness(np, cold=False, filled=False)
 """The harness that prepares calls for the model, which reads no arrays."""
 
 
-def figure(row: Row, cases: dict[str, Case], model: TuringModel | None) -> float | None:
-    """Return a row's figure by the model: TFLOP/s of products, or the specified GB/s."""
+def figure(
+    row: Row, cases: dict[str, Case], model: TuringModel | None, *, sustained: bool = False
+) -> float | None:
+    """Return a row's figure by the model: TFLOP/s of products, or the specified GB/s.
+
+    Products have a `sustained` one too, under the power limit.
+    """
     if model is None or median_of(row) is None:
         return None
     if row["ceiling"] not in ARITHMETIC:
-        return None if row["gb_per_s"] is None else float(model.machine.memory_gb_s)
+        found = None if sustained else row["gb_per_s"]
+        return None if found is None else float(model.machine.memory_gb_s)
     labels = labels_of(row)
     name = labels.pop("implementation")
     case = cases.get(json.dumps(labels))
     found = [each for each in case.implementations if each.name == name] if case else []
-    return model.rate(lambda: found[0].prepare()[0]) if found else None
+    if not found:
+        return None
+    return model.rate(lambda: found[0].prepare()[0], sustained=sustained)
 
 
 def show(result: Result, terminal: Terminal) -> None:
@@ -248,6 +396,7 @@ def markdown(result: Result) -> Iterator[str]:
             ("CUDA driver, CuPy, NVRTC", ", ".join(result[name] for name in versions)),
             ("a copy", f"{result['copy_gb_per_s']:.0f} GB/s"
              + ("" if memory is None else f" of {memory} specified")),
+            ("power limit", _text(result["power_limit_watts"], "{:.0f} W") or "not reported"),
         ],
     )  # fmt: skip
     if result["without_model"]:
@@ -255,8 +404,8 @@ def markdown(result: Result) -> Iterator[str]:
     else:
         yield (
             f"Modelled as a {result['machine']}: products by a simulation of their kernels' main "
-            f"loops, utilisation +-{MARGIN}, at the boost clock; the others by the specified "
-            "bandwidth."
+            f"loops, utilisation +-{MARGIN}, at the boost clock, and sustained under the power "
+            f"limit, +-{UNCERTAINTY:.0%}; the others by the specified bandwidth."
         )
     yield ""
     yield "## Units"
@@ -267,6 +416,15 @@ def markdown(result: Result) -> Iterator[str]:
     )
     yield ""
     yield from _table(("unit", "measured", "modelled"), [_unit_cells(x) for x in result["units"]])
+    yield ""
+    yield "## Under the power limit"
+    yield ""
+    yield "TFLOP/s of calls that are repeated for seconds. Clock and power are nvidia-smi's."
+    yield ""
+    yield from _table(
+        ("call", "at first", "at the end", "clock", "power", "modelled", "sustained by the model"),
+        [_sustained_cells(x) for x in result["sustained"]],
+    )
     for part in result["parts"]:
         yield ""
         yield f"## `{' '.join(['python -m cupyattn.benchmark', part['command'], *part['words']])}`"
@@ -274,8 +432,12 @@ def markdown(result: Result) -> Iterator[str]:
         if part["cut"]:
             yield f"Cut: its share of {result['minutes']:g} minutes was over (--minutes)."
             yield ""
+        if part["failed"]:
+            yield f"Failed: {part['failed']}"
+            yield ""
         yield from _table(
-            ("call", "time", "measured", "modelled", "share"), [_cells(row) for row in part["rows"]]
+            ("call", "time", "measured", "modelled", "share", "sustained by the model"),
+            [_cells(row) for row in part["rows"]],
         )
 
 
@@ -285,11 +447,22 @@ def _unit_cells(unit: Json) -> tuple[str, ...]:
     return unit["unit"], measured, "" if modelled is None else f"{modelled:g}"
 
 
+def _sustained_cells(call: Json) -> tuple[str, ...]:
+    rates = (call[name] for name in ("tflops_at_first", "tflops", "modelled", "sustained"))
+    first, last, modelled, sustained = (_text(rate, "{:.1f}") for rate in rates)
+    clock, watts = _text(call["clock_mhz"], "{:.0f} MHz"), _text(call["watts"], "{:.0f} W")
+    return call["call"], first, last, clock, watts, modelled, sustained
+
+
+def _text(number: float | None, form: str) -> str:
+    return "" if number is None else form.format(number)
+
+
 def _cells(row: Json) -> tuple[str, ...]:
     labels = {k: v for k, v in labels_of(row).items() if k not in ("window", "head_dim_v")}
     seconds, call = median_of(row), label_text(labels)
     if seconds is None:
-        return (call, "", row["unavailable"], "", "")
+        return (call, "", row["unavailable"], "", "", "")
     products = row["ceiling"] in ARITHMETIC
     figure, unit = row["tflops" if products else "gb_per_s"], "TFLOP/s" if products else "GB/s"
     modelled = row["modelled"]
@@ -297,8 +470,9 @@ def _cells(row: Json) -> tuple[str, ...]:
         call,
         f"{seconds * 1e6:.1f} us",
         f"{figure:.1f} {unit}",
-        "" if modelled is None else f"{modelled:.1f}",
+        _text(modelled, "{:.1f}"),
         "" if modelled is None else f"{figure / modelled:.2f}",
+        _text(row["sustained"], "{:.1f}"),
     )
 
 

@@ -44,14 +44,21 @@ def _cpu() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
-def _driver_version() -> str | None:
-    """Return what nvidia-smi prints; None if it is missing or fails."""
-    command = ["nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"]
+def queried(*fields: str, gpu: str = "0") -> list[str] | None:
+    """Return what nvidia-smi prints about a GPU; None if it is missing or fails."""
+    query = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "-i", gpu, *query]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    found = [value.strip() for value in done.stdout.strip().split(",")]
+    return found if done.returncode == 0 and len(found) == len(fields) else None
+
+
+def _driver_version() -> str | None:
+    found = queried("driver_version")
+    return found[0] or None if found else None
 
 
 def measured_on(device: CudaDevice, torch: ModuleType | None = None) -> Json:

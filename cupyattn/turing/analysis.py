@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
+from typing import NamedTuple
 
 from cupyattn.emulator import Report
 from cupyattn.registry import KERNELS, catalogue
@@ -325,29 +326,44 @@ class TuringModel:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._rates: dict[Specialisation, float | None] = {}
+        self._rates: dict[Specialisation, _Rates | None] = {}
 
-    def rate(self, prepare: Callable[[], Callable[[], object]]) -> float | None:
+    def rate(
+        self, prepare: Callable[[], Callable[[], object]], *, sustained: bool = False
+    ) -> float | None:
         """Return the TFLOP/s of the products of a call on NumPy arrays.
 
-        No kernel runs. Each takes the time of its main loop. Products that a kernel repeats take
-        time, and are not counted.
+        No kernel runs. Each takes the time of its main loop, at the boost clock or with `sustained`
+        at the one that the power limit leaves. Products that a kernel repeats take time, and are
+        not counted.
         """
         launched = launches_of(prepare, self.machine)
         useful, executed = _products([each.spec.entry for each in launched])
         time = 0.0
         for specialisation, products in zip(launched, executed, strict=True):
-            rate = self._rate(specialisation) if products else None
-            time += 0 if rate is None else products / rate
+            rates = self._rates_of(specialisation) if products else None
+            if rates is not None:
+                time += products / (rates.sustained if sustained else rates.boost)
         return useful / time if time else None
 
-    def _rate(self, specialisation: Specialisation) -> float | None:
+    def _rates_of(self, specialisation: Specialisation) -> _Rates | None:
         if specialisation not in self._rates:
             main = analyse(specialisation, machine=self.machine).main
             per_cycle = None if main is None else main.flop_per_cycle
-            rate = None if per_cycle is None else self.machine.tflops(per_cycle)
-            self._rates[specialisation] = rate
+            held = None if main is None else main.sustained(self.machine)
+            rates = None
+            if per_cycle is not None and held is not None:
+                boost = self.machine.tflops(per_cycle)
+                rates = _Rates(boost, boost * held.ghz * 1000 / self.machine.clock_mhz)
+            self._rates[specialisation] = rates
         return self._rates[specialisation]
+
+
+class _Rates(NamedTuple):
+    """TFLOP/s of a kernel's main loop at the boost clock, and under the power limit."""
+
+    boost: float
+    sustained: float
 
 
 def launches_of(
