@@ -15,16 +15,21 @@ from functools import cache
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import AttrsDescriptor
-
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.turing import MACHINES, LoopFigures, Machine, analyse, row
 from cupyattn.turing.analysis import code_figures, main_loop
 from cupyattn.turing.sass import SassInstruction, disassemble, parse_listing
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import AttrsDescriptor
+except ImportError as failure:
+    raise ImportError(
+        f'{failure}; the calibration needs Triton 3.2.0; pip install ".[calibration]"'
+    ) from failure
 
 _TARGET = GPUTarget("cuda", TURING.number, WARP_SIZE)
 _DIVISIBLE = 16
