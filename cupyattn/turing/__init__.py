@@ -37,10 +37,10 @@ them, and says what is assumed); one, the rate of L2, was fitted to figures that
 for a TITAN RTX. No Turing device has been measured with this library's kernels; the reference page
 "Calibration of the Turing model" compares published figures of other kernels. The sustained clock
 is known to +-20 %: it comes from energies of instructions and bytes, three values of which are
-fitted (``cupyattn.turing.power``). Where it is below the boost clock, as on a T4 for every product,
-the kernel that takes less energy is faster, whatever its utilisation. Not modelled: bank conflicts
-of shared memory (the emulator counts those), DRAM, the rate of atomics in L2, code before and after
-the loop, and CTAs with less work than others (causal attention).
+fitted, to a TITAN RTX and a T4 (``cupyattn.turing.power``). Where it is below the boost clock, as
+on a T4 for every product, the kernel that takes less energy is faster, whatever its utilisation.
+Not modelled: bank conflicts of shared memory (the emulator counts those), DRAM, the rate of atomics
+in L2, code before and after the loop, and CTAs with less work than others (causal attention).
 
 Every configuration has gates, to which the tests hold it: the most registers and spilled bytes, and
 the utilisation that it was chosen for. ``notebooks/12_roofline_and_profile.ipynb`` shows the model.

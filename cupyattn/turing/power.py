@@ -19,9 +19,10 @@ Three values are fitted. One factor scales all energies so that this library's p
 tiles sustains the 88 TFLOP/s of cuBLAS on a TITAN RTX (a chart of Chennesxu/triton-turing). What an
 instruction takes beyond its arithmetic is 8 pJ for each thread, for [3]'s 30, which would leave
 float32 products 1.7 TFLOP/s on a T4, and the operations of an int8 product of [3] are so many that
-both figures of [5] are as near as a T4's 24 TFLOP/s in cuBLAS float16
-(forums.developer.nvidia.com 264462), which did not enter, as nothing of an RTX 2080 Ti did. A T4
-depends on the lowest voltage's clock: at 1.2 GHz it sustains a fifth more.
+both figures of [5] are at least as near as a T4's 24 TFLOP/s in cuBLAS float16
+(forums.developer.nvidia.com 264462), which did not enter, as nothing of an RTX 2080 Ti did. With 30
+pJ, and the factor fitted again, that product sustains the same 19.6 TFLOP/s. A T4 depends on the
+lowest voltage's clock: at 1.2 GHz it sustains a fifth more.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ANCHOR_TFLOPS = 88.0
 SCALE = 2.039
 """The factor of all energies, from that anchor."""
 UNCERTAINTY = 0.2
-"""Relative error of a sustained rate: a T4's, which was held out, is within it."""
+"""Relative error of a sustained rate: a T4's float16 product, which set no value, is within it."""
 
 # Energies in picojoules, before `SCALE`.
 _INSTRUCTION = 8 * WARP_SIZE  # fetched, decoded and its registers read, for all threads (fitted)
