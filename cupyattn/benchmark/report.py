@@ -293,7 +293,8 @@ def _watched(device: CudaDevice) -> Iterator[list[tuple[float, ...]]]:
             numbers = _numbers(queried("clocks.sm", "power.draw", gpu=bus))
             if numbers is None:
                 return
-            seen.append(numbers)
+            if not seen or not ended.is_set():  # after the end the clock rises again
+                seen.append(numbers)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
