@@ -179,8 +179,8 @@ def _sustained(loop: LoopFigures, machine: Machine) -> Json | None:
         return None
     tflops = machine.tflops(rate) * held.ghz * 1000 / machine.clock_mhz
     return {
-        "tflops": round(tflops, 1),
-        "uncertainty": round(tflops * UNCERTAINTY, 1),
+        "tflops": round(tflops, _DIGITS),  # it is rounded again where it is printed
+        "uncertainty": round(tflops * UNCERTAINTY, _DIGITS),
         "clock_mhz": round(held.ghz * 1000),
         "watts": round(held.watts),
     }
