@@ -410,6 +410,17 @@ def test_more_energy_never_raises_the_clock(machine):
     assert power.sustained(4000, machine).watts <= machine.watts + 1e-6
 
 
+def test_energy_grows_with_the_square_of_the_voltage():
+    """From the lowest voltage to that of 1.92 GHz, which a T4 under load never has."""
+
+    def dynamic(ghz):
+        return power.watts(1000, ghz, T4) - power.watts(0, ghz, T4)
+
+    assert (power.volts(1.0), power.volts(1.41)) == (0.718, 0.718)
+    assert power.volts(1.92) == pytest.approx(1.068)
+    assert dynamic(1.92) / dynamic(1.0) == pytest.approx(1.92 * (1.068 / 0.718) ** 2)
+
+
 def test_energy_of_bytes_grows_with_their_way():
     shared, there = (power.energy([SassInstruction(0, each)]) for each in ("LDS.128", "LDG.E.128"))
     register = power.energy([SassInstruction(0, "MOV")])
