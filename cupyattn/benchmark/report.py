@@ -311,11 +311,12 @@ def _bus(device: CudaDevice) -> str:
 
 
 def _numbers(found: list[str] | None) -> tuple[float, ...] | None:
-    """Read what nvidia-smi printed, None if it is not all numbers, such as [N/A]."""
+    """Read what nvidia-smi printed, None if it is not all positive numbers, such as [N/A]."""
     try:
-        return tuple(map(float, found)) if found else None
+        numbers = tuple(map(float, found or ()))
     except ValueError:
         return None
+    return numbers if numbers and all(0 < each < math.inf for each in numbers) else None
 
 
 def _measured(

@@ -358,7 +358,10 @@ def test_a_clock_that_is_not_reported_is_left_out(monkeypatch, reported):
     assert (found["clock_mhz"], found["watts"], found["sustained"]) == (None, None, None)
 
 
-@pytest.mark.parametrize(("reported", "watts"), [(None, None), (["70.00"], 70), (["[N/A]"], None)])
+@pytest.mark.parametrize(
+    ("reported", "watts"),
+    [(None, None), (["70.00"], 70), (["[N/A]"], None), (["0.00"], None), (["nan"], None)],
+)
 def test_a_power_limit_is_what_nvidia_smi_reports(monkeypatch, reported, watts):
     Cuda(monkeypatch, reported, [])
     assert command.power_limit(Gpu("Tesla T4")) == watts
