@@ -333,6 +333,8 @@ class Figure:
     is_target : bool
         Whether the kernel that was measured is the one that is modelled. The device's clock is
         chosen by targets.
+    has_its_clock : bool
+        Whether it was measured at that clock: under a power limit each kernel has another one.
     """
 
     kernel: str
@@ -340,6 +342,7 @@ class Figure:
     source: str
     modelled: Modelled
     is_target: bool = True
+    has_its_clock: bool = True
 
 
 _FORK = "Chennesxu/triton-turing"
@@ -373,16 +376,18 @@ FIGURES = {
     "T4": (
         Figure("product, cuBLAS", 24, "forums.developer.nvidia.com 264462", OWN_PRODUCT),
         Figure(
-            "int8 product, cublasLt", 42, "apache/tvm#4550", own("matmul_s8"), is_target=False
+            "int8 product, cublasLt", 42, "apache/tvm#4550", own("matmul_s8"),
+            is_target=False, has_its_clock=False,
         ),
         Figure(
             "float32 product", 4.3, "zzc0721/torch-performance-test-data",
-            own("linear_forward_f32", DTYPE="float32"), is_target=False,
+            own("linear_forward_f32", DTYPE="float32"), is_target=False, has_its_clock=False,
         ),
     ),
 }  # fmt: skip
 """Figures of a device. triton-turing's pipeline and its transposed operands in shared memory are of
-another code generator: no targets. Nor are integers on a T4, whose clock depends on the kernel."""
+another code generator: no targets. Nor are integers and float32 on a T4, whose clock depends on the
+kernel."""
 
 
 class Comparison(NamedTuple):
@@ -452,14 +457,15 @@ def judged(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 def _cells(each: Comparison) -> tuple[str, ...]:
     figure, predicted = each.figure, each.predicted
+    difference = f"{each.difference:+.3f}" + ("" if figure.is_target else " (no target)")
     return (
         each.device,
         figure.kernel,
         f"{figure.tflops:.1f}",
         f"{predicted.sustained:.1f} ({predicted.sustained / figure.tflops - 1:+.0%})",
-        f"{each.published:.3f}",
+        f"{each.published:.3f}" if figure.has_its_clock else "",
         f"{predicted.utilisation:.3f}",
-        f"{each.difference:+.3f}" + ("" if figure.is_target else " (no target)"),
+        difference if figure.has_its_clock else "another clock",
         figure.source,
     )
 

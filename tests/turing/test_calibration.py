@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -95,3 +96,6 @@ def test_the_table_has_every_figure():
     printed = comparison.table([far, near])
     assert "30.0 (-25%)" in printed and "-0.300" in printed and "+0.000" in printed
     assert printed.endswith("mean difference 0.150, largest 0.300.")
+    elsewhere = far._replace(figure=replace(figure, is_target=False, has_its_clock=False))
+    printed = comparison.table([far, near, elsewhere])
+    assert "-0.300" in printed and "0.500     another clock" in printed
