@@ -178,12 +178,11 @@ Pools = Array | tuple[Array, ...]
 
 
 def as_counts_of_layers(
-    name: str, given: int | Iterable[int], num_layers: int, most: int | None = None
+    name: str, given: int | list[int] | tuple[int, ...], num_layers: int, most: int | None = None
 ) -> list[int]:
     """Read a count for each layer, which may be one for all."""
     if not isinstance(given, list | tuple):
-        one: Any = given
-        return [as_count(name, one, 1, most)] * num_layers
+        return [as_count(name, given, 1, most)] * num_layers
     if len(given) != num_layers:
         raise error(
             ValueError,
@@ -208,7 +207,7 @@ class PagedKVCache(CacheSteps):
         Blocks of the pool.
     block_size : int
         Tokens in a block, a multiple of 16.
-    num_kv_heads, head_dim : int, or an int for each layer
+    num_kv_heads, head_dim : int, or list or tuple of an int for each layer
         G and D of keys and values; D is at most 512.
     dtype : {"float16", "float32", "bfloat16", "int8", "int4"}
         How they are kept; a NumPy dtype of such a name will do. "int8" and "int4" are quantised by
@@ -285,8 +284,8 @@ class PagedKVCache(CacheSteps):
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int | Iterable[int],
-        head_dim: int | Iterable[int],
+        num_kv_heads: int | list[int] | tuple[int, ...],
+        head_dim: int | list[int] | tuple[int, ...],
         *,
         dtype: object,
         xp: ModuleType,
