@@ -52,6 +52,21 @@ __device__ __forceinline__ BlockKeyLoop<kTileQ, kTileK> loop_over_keys(const Key
   return {window, coords, rows, lists};
 }
 
+// How the masks of a key tile concern a warp's rows: whether they see anything, whether the window leaves all of it,
+// and whether a block mask hides some of it.
+struct Seen {
+  bool active = true, whole = true, partial = false;
+};
+
+// For kRows rows and kKeys keys; `state` is the tile's for these rows. (The key by reference: a value is compared in
+// another order, and ptxas makes other code of it.)
+template <int kRows, int kKeys>
+__device__ __forceinline__ Seen seen_of(const KeyWindow& window, int first_row, const int& first_key, uint32 state) {
+  const KeyRange top = window.of_row(first_row), bottom = window.of_row(first_row + kRows - 1);
+  return {first_key < bottom.end && first_key + kKeys > top.begin && state != kEmpty,
+          first_key + kKeys <= top.end && first_key >= bottom.begin, state == kPartial};
+}
+
 // The CTAs of a head, those with the most work first.
 template <int kTileQ, int kTileK>
 __device__ __forceinline__ TileCoordinates in_order_of_work(const TileCoordinates& coords, NoBlocks) {

@@ -3,22 +3,23 @@
 //   c = (1 / n) sum over i < n of k[i step],   step = max(1, ceil(S / kSamples)),   n = ceil(S / step)
 //
 // Keys are rotated first if there is a TABLE, as in rope/rotate.cu (Su et al., arXiv:2104.09864, equation 34).
-// Softmax is the same for k and k - c (Zhang et al., "SageAttention", arXiv:2410.02367, section 4.2). Items that are not
-// finite count as 0, so that one of them spares the keys of other tokens, and a mean that overflows is 0.
+// Softmax is the same for k and k - c (Zhang et al., "SageAttention", arXiv:2410.02367, section 4.2). Items that are
+// not finite count as 0, so that one of them spares the keys of other tokens, and a mean that overflows is 0.
 //
 // S counts the keys in use: those from seqused_k on are not read.
 //
 // Shapes    k (B, S, G, D) with any outer strides, or packed (total, G, D) with cu_seqlens; seqused_k (sequences,), or
-//           null; centre (sequences, G, D) float32, with any outer strides; cos and sin (positions, R/2) of TABLE, which
-//           is void without a rotation.
+//           null; centre (sequences, G, D) float32, with any outer strides; cos and sin (positions, R/2) of TABLE,
+//           which is void without a rotation.
 // Work      a CTA owns kColumns columns of one sequence and head. kLanes neighbouring threads have a part of the
 //           samples: part p has samples p, p + kParts, ... Grid sequences * G * ceil(D / kColumns).
 // Order     fixed, so that NumPy repeats it bit by bit: the samples of a part in their order, then parts 4 w to 4 w + 3
 //           of warp w as (p0 + p1) + (p2 + p3), then the warps in their order. Subnormal numbers are 0.
-// Budget    registers: the loads of kPerPart samples, or of 2 that are rotated, 16 bytes each (32 for float32); 2 KiB of
-//           shared memory.
+// Budget    registers: the loads of kPerPart samples, or of 2 that are rotated, 16 bytes each (32 for float32); 2 KiB
+//           of shared memory.
 // Barriers  one, between the warps' sums and the threads that add them.
-// Edges     a sequence without keys in use has a centre of zeros. seqused_k is clamped to the keys that exist. Columns beyond D are neither read nor written.
+// Edges     a sequence without keys in use has a centre of zeros. seqused_k is clamped to the keys that exist. Columns
+//           beyond D are neither read nor written.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(PACKED) || !defined(SHARED_BYTES) || \
     !defined(TABLE) || !defined(INTERLEAVED)
 #error "DTYPE, THREADS, VEC, PACKED, SHARED_BYTES, TABLE and INTERLEAVED come from a launch-configuration table"

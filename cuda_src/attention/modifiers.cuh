@@ -49,3 +49,13 @@ struct Indexed {
   }
 using Modifiers = NoModifiers;
 #endif
+
+// The arrays of a forward, besides keys.
+template <typename Scalar>
+struct ForwardArrays {
+  const Scalar* q_g;
+  Scalar* out_g;
+  float* lse_g;
+  const void *bias_g, *mask_g, *slopes_g, *sinks_g;
+  Modifiers modifiers;
+};

@@ -8,11 +8,11 @@
 // arXiv:2104.09864, equation 34), in float32 and with no rounding to DTYPE in between.
 //
 // Shapes    k, codes (B, S, G, D), scales (B, S, G) and q (B, S, H, D) with any outer strides, or packed (total, G, D).
-//           centre (G, D) or (sequences, G, D) float32, whose stride of sequences may be 0. cos and sin (positions, R/2)
-//           of TABLE, which is void without a rotation.
+//           centre (G, D) or (sequences, G, D) float32, whose stride of sequences may be 0. cos and sin (positions,
+//           R/2) of TABLE, which is void without a rotation.
 // Work      LANES (4 to 32) lanes of a warp own kKeys neighbouring tokens of one head; a lane has 8 items of each, and
-//           reads their centre once. Neighbouring rows of lanes have neighbouring heads, then tokens, then queries after
-//           keys. Grid ceil(rows / rows of a CTA).
+//           reads their centre once. Neighbouring rows of lanes have neighbouring heads, then tokens, then queries
+//           after keys. Grid ceil(rows / rows of a CTA).
 // Budget    registers: kKeys loads of 16 bytes (32 for float32) in flight, 8 items of the centre; no shared memory.
 // Edges     as in common/row_codes.cuh, but a key whose |x| are all below 2^-100 has the scale kLeastScale: no scale is
 //           0. A key with a NaN or an infinity has scale NaN and codes 0. Packed keys before or after all sequences

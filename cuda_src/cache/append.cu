@@ -1,7 +1,8 @@
 // Write the keys and values of new tokens to their slots of a paged cache. The same pass normalises the heads of keys
-// (and of queries, in place), applies the rotary embedding to them, and quantises keys and values for a quantised cache.
+// (and of queries, in place), applies the rotary embedding to them, and quantises keys and values for a quantised
+// cache.
 //
-//   n_i = x_i (mean_j x_j^2 + eps)^(-1/2) (offset + weight_i)    (RMS norm of a head: Zhang, Sennrich, arXiv:1910.07467)
+//   n_i = x_i (mean_j x_j^2 + eps)^(-1/2) (offset + weight_i)   (RMS norm of a head: Zhang, Sennrich, arXiv:1910.07467)
 //   stored = round(rotated(n)),   with no rounding in between
 //
 // CENTRED keys are stored as codes of rotated(n) - c, whose scales and codes are those of attention/quantize_keys.cu,

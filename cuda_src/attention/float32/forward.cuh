@@ -213,14 +213,7 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
   }
 }
 
-// Arrays besides keys.
-struct Arrays {
-  const Traits::Scalar* q_g;
-  Traits::Scalar* out_g;
-  float* lse_g;
-  const void *bias_g, *mask_g, *slopes_g, *sinks_g;
-  Modifiers modifiers;
-};
+using Arrays = ForwardArrays<Traits::Scalar>;
 
 // The query rows of one CTA; `keys` makes the loader of a head from the rows of Q, `split` selects which of them are
 // this CTA's.

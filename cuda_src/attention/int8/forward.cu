@@ -20,8 +20,8 @@
 //           there before and after. Registers: codes of Q (M_TILES * D / 8), the accumulator (M_TILES * Dv / 2), sums.
 // Barriers  three before the loop (Q written, Q read, the first tile written), one per key tile, and one before the
 //           output.
-// Edges     as tensor_core/forward.cu. A query with a NaN or an infinity has scale NaN, and so has a key: every score of
-//           it is NaN. Rows of zeros have codes 0.
+// Edges     as tensor_core/forward.cu. A query with a NaN or an infinity has scale NaN, and so has a key: every score
+//           of it is NaN. Rows of zeros have codes 0.
 //
 // Three entries share the loop: with ForwardParams for a batch, with VarlenParams for packed sequences, and with
 // PagedParams for keys in the blocks of a cache (paged_attention). Shapes of the last are those of

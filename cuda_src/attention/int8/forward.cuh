@@ -11,7 +11,7 @@
 #error "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, MODIFIED come from a launch-configuration table"
 #endif
 #include "../../common/row_codes.cuh"
-#include "../key_loop.cuh"
+#include "../block_key_loop.cuh"
 #include "../modifiers.cuh"
 #include "../tensor_core/epilogue.cuh"
 #include "../tensor_core/output_sums.cuh"
@@ -372,12 +372,9 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   const uint32 next_k_s = loader.k_s(half ^ 1), next_v_s = loader.v_s(half ^ 1);
 
   // In a masked tile a warp may see nothing, or everything.
-  bool active = true, whole = true;
+  Seen seen;
   if (kMasked) {
-    const KeyRange top = cta.window.of_row(warp.first_row);
-    const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
-    active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
-    whole = first_key + Traits::kTileK <= top.end && first_key >= bottom.begin;
+    seen = seen_of<Traits::kWarpRows, Traits::kTileK>(cta.window, warp.first_row, first_key, kFull);
   }
 
   typename Loader::Quads quads;
@@ -392,7 +389,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
     loader.look_ahead(next, after_next);
   };
   Traits::Tile::Packed p[STEPS];
-  attend_to_tile<kMasked>(p, warp, cta, {k_s, v_s, scales_s}, first_key, active, whole, store_k, fetch_v);
+  attend_to_tile<kMasked>(p, warp, cta, {k_s, v_s, scales_s}, first_key, seen.active, seen.whole, store_k, fetch_v);
   if (more) loader.store_v(quads, next_v_s);
   __syncthreads();  // K, its scales and V: this half has been read, the other one written
 }

@@ -111,8 +111,6 @@ struct Cta {
 };
 
 using TileScores = Scores<Traits::Tile>;
-// One bit for each of a thread's scores.
-using SeenScores = uint32[div_up(Traits::kKeyTiles * Traits::kMTiles * 4, 32)];
 
 // S = Q K^T of the keys at k_s.
 __device__ __forceinline__ void make_scores(TileScores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
@@ -154,27 +152,6 @@ __device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const Tra
 // Dropout of P, where a call has it.
 __device__ __forceinline__ void drop_of_call(Traits::Tile::Packed& p, const Warp& warp, const Cta& cta, int first_key) {
   if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.coords, warp.first_row, first_key);
-}
-
-// How the masks of a tile concern a warp: whether it sees anything, whether the window leaves all of it, and whether
-// a block mask hides some of it.
-struct Seen {
-  bool active = true, whole = true, partial = false;
-};
-
-template <typename Tile>
-__device__ __forceinline__ Seen seen_of(const Warp& warp, const Cta& cta, const Tile& tile, int first_key) {
-  const KeyRange top = cta.window.of_row(warp.first_row);
-  const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
-  Seen seen;
-  seen.active = first_key < bottom.end && first_key + Traits::kStepK > top.begin;
-  seen.whole = first_key + Traits::kStepK <= top.end && first_key >= bottom.begin;
-  if (Modifiers::kBlocks) {
-    const uint32 state = state_of(tile, warp_index());
-    seen.active = seen.active && state != kEmpty;
-    seen.partial = state == kPartial;
-  }
-  return seen;
 }
 
 // On which side of all of the warp's queries the keys of a step are: 1 before them, -1 after them, 0 neither. Also 0
@@ -220,7 +197,7 @@ __device__ __forceinline__ void key_step(Warp& warp, const Cta& cta, uint32 k_s,
   const float scale = kPass ? kLog2E : cta.scale_log2;
   Traits::Items items;
   TileScores scores;
-  SeenScores bits = {};
+  SeenScores<Traits::Tile> bits = {};
   if (Modifiers::kBlocks && seen.partial) cta.pass.ask(bits, scores, warp.first_row, first_key);
   items.template load<kMasked>(cta.pass, warp.first_row, first_key);
   make_scores(scores, warp, cta, k_s);
@@ -268,7 +245,10 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, uint32 stag
     const int keys = step * Traits::kStepK, first_key = tile * Traits::kTileK + keys;
     // In a masked tile a warp may see nothing, or everything.
     Seen seen;
-    if (kMasked) seen = seen_of(warp, cta, tile, first_key);
+    if (kMasked) {
+      seen = seen_of<Traits::kWarpRows, Traits::kStepK>(cta.window, warp.first_row, first_key,
+                                                        state_of(tile, warp_index()));
+    }
     if (!seen.active) continue;
     const uint32 step_k_s = k_s + keys * Traits::KTile::kRowBytes, step_v_s = v_s + keys * Traits::VTile::kRowBytes;
     if constexpr (!kMasked && Traits::kByKey) {
@@ -305,14 +285,7 @@ __device__ __forceinline__ void negate_queries(uint32 tile_s) {
   }
 }
 
-// Arrays besides keys.
-struct Arrays {
-  const Traits::Scalar* q_g;
-  Traits::Scalar* out_g;
-  float* lse_g;
-  const void *bias_g, *mask_g, *slopes_g, *sinks_g;
-  Modifiers modifiers;
-};
+using Arrays = ForwardArrays<Traits::Scalar>;
 
 // The query rows of one CTA; `keys` makes the loader of a head, `split` selects which keys are this CTA's.
 template <typename Keys, typename Split = AllKeys>

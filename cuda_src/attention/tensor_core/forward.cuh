@@ -94,20 +94,16 @@ __device__ __forceinline__ void add_scores(Scores<Traits::Tile>& scores, const W
   if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_scores<kGroup + 1>(scores, warp, cta, k_s);
 }
 
-// One bit for each of a thread's scores.
-using SeenScores = uint32[div_up(Traits::kKeyTiles * Traits::kMTiles * 4, 32)];
-
-// Scores to packed probabilities; m and l are kept right. `whole`: the window leaves all scores; `partial`: a block
-// mask does not, but those of `seen`.
+// Scores to packed probabilities; m and l are kept right. Of a partial tile a block mask leaves the scores in `bits`.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, Scores<Traits::Tile>& scores, Warp& warp,
-                                             const Traits::Items& items, const Cta& cta, int first_key, bool whole,
-                                             bool partial, const SeenScores& seen) {
+                                             const Traits::Items& items, const Cta& cta, int first_key,
+                                             const Seen& seen, const SeenScores<Traits::Tile>& bits) {
   constexpr bool kPass = kMasked || Traits::kPass;
   float sum[Traits::kMTiles][2];
   if (kPass) cta.pass.template apply<kMasked>(scores, warp.first_row, first_key, !Modifiers::kBlocks, items);
-  if (Modifiers::kBlocks && kMasked && partial) cta.pass.hide_unseen(scores, seen);
-  if (kMasked && !whole) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
+  if (Modifiers::kBlocks && kMasked && seen.partial) cta.pass.hide_unseen(scores, bits);
+  if (kMasked && !seen.whole) scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
   if (kMasked) {
     warp.softmax.raise(scores.s);
     warp.softmax.exponentiate(p, sum, scores.s, kLog2E);
@@ -133,17 +129,10 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   const uint32 next_k_s = loader.k_s(half ^ 1), next_v_s = loader.v_s(half ^ 1);
 
   // In a masked tile a warp may see nothing, or everything.
-  bool active = true, whole = true, partial = kMasked;
+  Seen seen;
   if (kMasked) {
-    const KeyRange top = cta.window.of_row(warp.first_row);
-    const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
-    active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
-    whole = first_key + Traits::kTileK <= top.end && first_key >= bottom.begin;
-    if (Modifiers::kBlocks) {
-      const uint32 state = state_of(tile, warp_index());
-      active = active && state != kEmpty;
-      partial = state == kPartial;
-    }
+    seen =
+        seen_of<Traits::kWarpRows, Traits::kTileK>(cta.window, warp.first_row, first_key, state_of(tile, warp_index()));
   }
 
   Traits::Items items;
@@ -155,9 +144,9 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it mostly does not, and this made it place
   // V's worse.)
   if (Traits::kMTiles == 1) __syncwarp();
-  SeenScores seen = {};
-  if (active) {
-    if (Modifiers::kBlocks && partial) cta.pass.ask(seen, scores, warp.first_row, first_key);
+  SeenScores<Traits::Tile> bits = {};
+  if (seen.active) {
+    if (Modifiers::kBlocks && seen.partial) cta.pass.ask(bits, scores, warp.first_row, first_key);
     if (!kMasked) items.template load<false>(cta.pass, warp.first_row, first_key);
     clear(scores.s);
     add_scores(scores, warp, cta, k_s);
@@ -169,11 +158,11 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
     if (Loader::kLookUp == LookUp::kWithV) ahead = loader.look_up(after_next);
   }
   if (Loader::kLookUp == LookUp::kAfterV) ahead = loader.look_up(after_next);
-  if (active) {
+  if (seen.active) {
     if (kMasked) items.template load<true>(cta.pass, warp.first_row, first_key);
     Traits::Tile::Packed packed[1];
     Traits::Tile::Packed& p = packed[0];
-    softmax_tile<kMasked>(p, scores, warp, items, cta, first_key, whole, partial, seen);
+    softmax_tile<kMasked>(p, scores, warp, items, cta, first_key, seen, bits);
     if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.coords, warp.first_row, first_key);
     Traits::Sums::add<Traits::Scalar>(warp.softmax.acc, packed, v_s, cta.v_fragment);
   }
@@ -182,14 +171,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   __syncthreads();  // K and V: this half has been read, the other one written
 }
 
-// Arrays besides keys.
-struct Arrays {
-  const Traits::Scalar* q_g;
-  Traits::Scalar* out_g;
-  float* lse_g;
-  const void *bias_g, *mask_g, *slopes_g, *sinks_g;
-  Modifiers modifiers;
-};
+using Arrays = ForwardArrays<Traits::Scalar>;
 
 // The query rows of one CTA; `keys` makes the loader of a head, `chunks` the chunks of a query row, `split` selects
 // which keys are this CTA's.

@@ -191,22 +191,18 @@ __device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const Tra
   if constexpr (kStep + 1 < kSteps) add_output<kParts, kStep + 1>(warp, cta, p, v_s, between);
 }
 
-// One bit for each of a thread's scores.
-using SeenScores = uint32[div_up(Traits::kKeyTiles * 2, 32)];
-
 // Scores of the warp's own rows to packed probabilities; m and l are kept right. Return the factor of what was
-// accumulated before: 1 unless a maximum rose. `whole`: the window leaves all scores; `partial`: a block mask does not,
-// but those of `seen`.
+// accumulated before: 1 unless a maximum rose. Of a partial tile a block mask leaves the scores in `bits`.
 template <bool kMasked>
 __device__ __forceinline__ float softmax_tile(Traits::OwnTile::Packed& p, Scores<Traits::OwnTile>& scores, Warp& warp,
-                                              const Traits::Items& items, const Cta& cta, int first_key, bool whole,
-                                              bool partial, const SeenScores& seen) {
+                                              const Traits::Items& items, const Cta& cta, int first_key,
+                                              const Seen& seen, const SeenScores<Traits::OwnTile>& bits) {
   constexpr bool kPass = kMasked || Traits::kPass;
   const int first_row = warp.first_own_row();
   float sum, shrink = 1.f;
   if (kPass) cta.pass.template apply<kMasked>(scores, first_row, first_key, !Modifiers::kBlocks, items);
-  if (Modifiers::kBlocks && kMasked && partial) cta.pass.hide_unseen(scores, seen);
-  if (kMasked && !whole) scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
+  if (Modifiers::kBlocks && kMasked && seen.partial) cta.pass.hide_unseen(scores, bits);
+  if (kMasked && !seen.whole) scores.mask([&](int row) { return cta.window.of_row(first_row + row); }, first_key);
   if (kMasked) {
     shrink = warp.softmax.raise(scores.s);
     sum = warp.softmax.exponentiate(p, scores.s, kLog2E);
@@ -311,17 +307,10 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   const uint32 v_s = loader.v_s(half), last_v_s = loader.v_s(half ^ 1);
 
   // In a masked tile rows that warps share may see nothing, or everything.
-  bool active = true, whole = true, partial = kMasked;
+  Seen seen;
   if (kMasked) {
-    const KeyRange top = cta.window.of_row(warp.first_row);
-    const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
-    active = first_key < bottom.end && first_key + Traits::kTileK > top.begin;
-    whole = first_key + Traits::kTileK <= top.end && first_key >= bottom.begin;
-    if (Modifiers::kBlocks) {
-      const uint32 state = state_of(tile, sharing_group());
-      active = active && state != kEmpty;
-      partial = state == kPartial;
-    }
+    seen = seen_of<Traits::kWarpRows, Traits::kTileK>(cta.window, warp.first_row, first_key,
+                                                      state_of(tile, sharing_group()));
   }
 
   // Phase 1: the products of this tile, each warp with its own columns.
@@ -331,13 +320,13 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
     moves.template with_scores<kMasked>(loader, v_s, next_k_s, next, cta.window.keys - first_key, next_keys,
                                         !kMasked || more, part);
   };
-  SeenScores seen = {};
+  SeenScores<Traits::OwnTile> bits = {};
   Traits::Items items;
   Scores<Traits::OwnTile> scores;
   Traits::Tile::Fragment parts;
   if (kMasked) every_part<kParts>(move_first);
-  if (active) {
-    if (Modifiers::kBlocks && partial) cta.pass.ask(seen, scores, warp.first_own_row(), first_key);
+  if (seen.active) {
+    if (Modifiers::kBlocks && seen.partial) cta.pass.ask(bits, scores, warp.first_own_row(), first_key);
     clear(parts);
     add_scores<kMasked ? 0 : kParts>(parts, warp, cta, k_s, move_first);
     items.template load<kMasked>(cta.pass, warp.first_own_row(), first_key);
@@ -352,13 +341,13 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   __syncthreads();  // parts and V: written; K, p and factors: read
 
   // Phase 2: the output of the tile before; the softmax of this one, each warp of its own rows.
-  if (active) cta.exchange.take(scores.s, parts);
+  if (seen.active) cta.exchange.take(scores.s, parts);
   const auto move_then = [&](TilePart part) {
     if (!kMasked || more) moves.template with_output<kMasked>(loader, next_k_s, next, next_keys, part);
   };
-  if (active) {
+  if (seen.active) {
     Traits::OwnTile::Packed own_p;
-    cta.exchange.give_factor(softmax_tile<kMasked>(own_p, scores, warp, items, cta, first_key, whole, partial, seen));
+    cta.exchange.give_factor(softmax_tile<kMasked>(own_p, scores, warp, items, cta, first_key, seen, bits));
     if constexpr (DROPOUT) {
       drop<Traits::OwnTile>(own_p, cta.params.scores, cta.coords, warp.first_own_row(), first_key);
     }
@@ -372,21 +361,14 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
   } else if (!kMasked) {
     every_part<kParts>(move_then);
   }
-  pending = active;
+  pending = seen.active;
   moves.wait();
   __syncthreads();  // K, p and factors: written; parts and the last tile's V: read
   moves.pass(next);
   loader.keep(next, ahead);
 }
 
-// Arrays besides keys.
-struct Arrays {
-  const Traits::Scalar* q_g;
-  Traits::Scalar* out_g;
-  float* lse_g;
-  const void *bias_g, *mask_g, *slopes_g, *sinks_g;
-  Modifiers modifiers;
-};
+using Arrays = ForwardArrays<Traits::Scalar>;
 
 // The query rows of one CTA; `keys` makes the loader of a head, `chunks` the chunks of a query row, `split` selects
 // which keys are this CTA's.

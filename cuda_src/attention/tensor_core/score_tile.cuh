@@ -153,3 +153,7 @@ struct Scores {
     }
   }
 };
+
+// One bit for each of a thread's scores.
+template <typename Tile>
+using SeenScores = uint32[div_up(Tile::kNTiles * Tile::kMTiles * Tile::kItems, 32)];

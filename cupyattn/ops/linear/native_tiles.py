@@ -30,8 +30,9 @@ _SMALL = "for small results and few rows"
 # w along the sum, medians of three rounds): 458 with 256 x 192 and k-tiles of 64, 453 with k-tiles
 # of 32; 440 with 128 x 256, 401 with two sets of A's fragments; 449 with 128 x 128. For a result of
 # 8192 x 4096, which 256 x 192 fills worse, 474 with 128 x 256 and 434 with 256 x 192. L2 delivers
-# 22 % less for 256 x 192 than for 128 x 256. No other device has been measured: there `models` and
-# tiles are estimates.
+# 22 % less for 256 x 192 than for 128 x 256. These are of a script that is not kept: `benchmark
+# linear` has 493 (2026-11-29). No other device has been measured: there `models` and tiles are
+# estimates.
 _NATIVE_99: Mapping[Shape, TileConfig] = {
     "wide": native_config(
         (128, 256, 32, 64, 64, 1), 4, 0.9, "the largest tile of which shared memory holds 4 k-tiles"
