@@ -24,8 +24,8 @@ REASONS = (
 """Reasons of a call, for `cupyattn.explain`."""
 NOT_NATIVE = (
     "not faster here: this is the kernel for 7.5. At head dims 64 and 128 an H200 has 294 and 293 "
-    "TFLOP/s with it, for 392 and 406 with the exact kernels for 8.0 and later (causal 256 and 274, "
-    "for 369 and 384; 2026-11-29)"
+    "TFLOP/s with it, for 392 and 406 with the exact kernels for 8.0 and later (causal 256 and "
+    "274, for 369 and 384; 2026-11-29)"
 )
 """A reason too, where the exact kernels have code of their own for the GPU."""
 
