@@ -45,20 +45,20 @@ class _BlockMemory(MemorySpace):
     def _elements(self, offset: Array, size: int, mask: Mask) -> Array:
         """Return the indices in `views` of what `offsets` returned."""
         base = self._base[size] if mask is None else self._base_of_lanes[size][mask]
-        return (offset >> _SHIFT[size]) + base
+        return (offset >> _SHIFT[size]).astype(np.int64) + base
 
     def offsets(self, address: Array, size: int, mask: Mask, site: int, write: bool) -> Array:
-        """Check addresses, and return them (those of the mask) as int64."""
+        """Check addresses, and return them (those of the mask)."""
         offset = broadcast_active(address, mask, self.shape)
         if offset.size == 0:
-            return offset.astype(np.int64)
+            return offset
         if self.checks.alignment and size > 1:
             self._check_alignment(offset, size, mask, site)
         if offset.max() > self.size - size and (
             self.checks.bounds or offset.max() > self.storage.stride - size
         ):
             self._out_of_bounds(offset, size, mask, site, write)
-        return offset.astype(np.int64)
+        return offset
 
     def _out_of_bounds(self, offset: Array, size: int, mask: Mask, site: int, write: bool) -> None:
         signed = np.asarray(offset)
@@ -173,7 +173,7 @@ class ParameterMemory(_BlockMemory):
     ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
-        return [MemoryPiece(self.views[size], offset >> _SHIFT[size], None)]
+        return [MemoryPiece(self.views[size], (offset >> _SHIFT[size]).astype(np.int64), None)]
 
 
 class GenericMemory:

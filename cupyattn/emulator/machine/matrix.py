@@ -67,6 +67,7 @@ class MatrixOperations:
         self.shared = shared
         self.tracker = tracker
         self.report = report
+        self._start = lanes.program.layout.shared_start
         self.shape = lanes.shape
         self.warps = lanes.blocks * lanes.warps
 
@@ -265,12 +266,13 @@ class MatrixOperations:
         blocks, warps = self.lanes.blocks, self.lanes.warps
         self._converged(mask, site, "ldmatrix.sync.aligned")
         uniform = np.ndim(address) < 2 or np.shape(address)[0] == 1
-        address = over_lanes(address, self.shape)
         if address.dtype.itemsize == 8:
             generic = (address - np.uint64(SHARED_WINDOW)) < np.uint64(WINDOW_BYTES)
             address = np.where(generic, address - np.uint64(SHARED_WINDOW), address)
+        if self._start:
+            address = address - address.dtype.type(self._start)
+        address = over_lanes(address, self.shape)
         rows = address.reshape(blocks, warps, 32).astype(np.int64)
-        rows -= self.lanes.program.layout.shared_start
         active = None
         if mask is not None:
             active = mask.reshape(blocks, warps, 32)
