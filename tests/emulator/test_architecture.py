@@ -135,7 +135,7 @@ def test_known_targets(target: int) -> None:
 
 
 ADDRESSES = """
-  .shared .align 4096 .b8 s[16]; .extern .shared .align 2048 .b8 d[];
+  .shared .align 4096 .b8 s[16];
   ld.param.u64 %rd1, [p0]; mov.u32 %r1, s; mov.u32 %r2, d; mov.u32 %r3, %total_smem_size;
   st.global.v2.u32 [%rd1], {%r1, %r2}; st.global.u32 [%rd1+8], %r3;
   add.u32 %r4, %r1, %r3; st.shared.u8 [%r1], 1; st.shared.u8 [%r4+LAST], 1;
@@ -146,20 +146,27 @@ Alignments count from the beginning of a block's variables, as on an H200 (2026-
 """
 
 
+def addresses_text(target: int, last: int = -1) -> str:
+    """Return a kernel of ADDRESSES; it stores to the byte `last` after the end, -1 the last one."""
+    dynamic = ".extern .shared .align 2048 .b8 d[];\n"
+    text = kernel_text(ADDRESSES.replace("LAST", str(last)), target=target)
+    return text.replace(".visible", dynamic + ".visible")
+
+
 @pytest.mark.parametrize("target", SHARED_BYTES)
 def test_shared_memory_begins_after_what_the_system_reserves(target: int) -> None:
-    text = kernel_text(ADDRESSES, target=target)
+    text = addresses_text(target)
     start, limit = 1024 * (target >= 80), SHARED_BYTES[target]
     out = np.zeros(3, "u4")
     for total in (2096, limit):  # the KiB of the system does not count
-        emulator.run(text.replace("LAST", "-1"), "k", 1, 1, [out], shared_bytes=total - 2048)
+        emulator.run(text, "k", 1, 1, [out], shared_bytes=total - 2048)
         assert out.tolist() == [start, start + 2048, total]
-    for last, where in (("0", r"offset 2096: 0 bytes past its end \(after `d`, 48 bytes at 2048"),
-                        ("-2097", "offset -1: 1 bytes before its start")):  # fmt: skip
+    for last, where in ((0, r"offset 2096: 0 bytes past its end \(after `d`, 48 bytes at 2048"),
+                        (-2097, "offset -1: 1 bytes before its start")):  # fmt: skip
         with pytest.raises(OutOfBoundsError, match=where):
-            emulator.run(text.replace("LAST", last), "k", 1, 1, [out], shared_bytes=48)
+            emulator.run(addresses_text(target, last), "k", 1, 1, [out], shared_bytes=48)
     with pytest.raises(LaunchError, match=f"needs {limit + 1} bytes .* sm_{target} has {limit}:"):
-        emulator.run(text.replace("LAST", "-1"), "k", 1, 1, [out], shared_bytes=limit - 2047)
+        emulator.run(text, "k", 1, 1, [out], shared_bytes=limit - 2047)
 
 
 @pytest.mark.gpu
@@ -167,7 +174,7 @@ def test_shared_memory_of_a_gpu_begins_there(tmp_path: Path) -> None:
     import cupy
 
     target = 80 if int(cupy.cuda.Device().compute_capability) >= 80 else 75
-    text = kernel_text(ADDRESSES.replace("LAST", "-1"), target=target)
+    text = addresses_text(target)
     got = run_on_the_gpu(text, 1, 1, np.zeros(3, "u4"), tmp_path, shared_bytes=48)
     assert got.tolist() == [shared_start(target), shared_start(target) + 2048, 2096]
 
