@@ -518,8 +518,9 @@ def test_float16_accumulators_are_refused_where_no_kernel_has_them():
             cupyattn.explain(cupyattn.paged_attention, x[:, :1], *of_pool, accumulator="float16"),
         ):
             assert "accumulator='float16' changes nothing" in str(decoded)
+    put = KERNELS.put(x)
     with without_tensor_cores(), pytest.raises(NotImplementedError, match="without tensor cores"):
-        cupyattn.attention(x, x, x, accumulator="float16")
+        cupyattn.attention(put, put, put, accumulator="float16")
     with cupyattn.backend("emulator"), pytest.raises(NotImplementedError, match="accumulator"):
         cupyattn.attention(x, x, x, accumulator="float16", implementation="tiled")
     with cupyattn.backend("emulator"):
