@@ -9,6 +9,7 @@ from types import CodeType
 
 import numpy as np
 
+from cupyattn.emulator.ptx.architecture import shared_start, shared_unit
 from cupyattn.emulator.ptx.model import SIZE, Function, Statement, Variable, readable
 
 
@@ -21,6 +22,8 @@ class MemoryLayout:
         Name -> address in its state space (shared, local or parameters).
     shared_start : int
         The address of the block's first byte of shared memory.
+    shared_unit : int
+        The bytes in which a GPU allocates shared memory.
     shared_variables : list of (name, offset, size)
         By their C++ names, for messages. Offsets count from `shared_start`. Dynamic shared memory
         (``extern __shared__``) has size 0.
@@ -32,7 +35,7 @@ class MemoryLayout:
     """
 
     def __init__(
-        self, function: Function, module_variables: dict[str, Variable], shared_start: int
+        self, function: Function, module_variables: dict[str, Variable], target: int
     ) -> None:
         self.offsets: dict[str, int] = {p.name: p.offset for p in function.parameters}
         self.shared_variables: list[tuple[str, int, int]] = []
@@ -51,9 +54,10 @@ class MemoryLayout:
             names = ", ".join(readable(v.name) for v in dynamic)
             self.shared_variables.append((names, self.dynamic_shared_offset, 0))
         self.shared_variables += [(readable(v.name), self.offsets[v.name], v.size) for v in static]
-        self.shared_start = shared_start
+        self.shared_start = shared_start(target)
+        self.shared_unit = shared_unit(target)
         for variable in shared:
-            self.offsets[variable.name] += shared_start
+            self.offsets[variable.name] += self.shared_start
         self.local_bytes = self._place([v for v in variables if v.space == "local"])
 
     @classmethod

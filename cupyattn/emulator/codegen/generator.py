@@ -23,7 +23,6 @@ from cupyattn.emulator.machine import floating, integer, stacks
 from cupyattn.emulator.machine.lanes import EXITED, Array, Mask
 from cupyattn.emulator.machine.warp_sync import warp_bits
 from cupyattn.emulator.program import MemoryLayout
-from cupyattn.emulator.ptx.architecture import shared_start
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable, register_dtype
 
 _FLOAT_LITERAL = re.compile(r"0[fF][0-9a-fA-F]{8}")
@@ -193,7 +192,7 @@ class CodeGenerator:
     ) -> None:
         self.function = function
         self.flow = ControlFlow(function)
-        self.layout = MemoryLayout(function, module_variables, shared_start(target))
+        self.layout = MemoryLayout(function, module_variables, target)
         self.constants: dict[tuple[str, str], tuple[str, np.ndarray]] = {}
         self.prologue: dict[str, str] = {}
         self.out: list[str] = []

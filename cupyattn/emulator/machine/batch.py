@@ -48,6 +48,7 @@ def special_registers(
     lane = thread % u4(32)
     one = u4(1)
     below = (one << lane) - one
+    unit = lanes.program.layout.shared_unit
     special = {
         "%tid.x": thread % block[0],
         "%tid.y": thread // block[0] % block[1],
@@ -64,7 +65,7 @@ def special_registers(
         "%lanemask_gt": ~(below | (one << lane)),
         "%lanemask_ge": ~below,
         "%dynamic_smem_size": np.asarray(dynamic_shared_bytes, u4),
-        "%total_smem_size": np.asarray(shared_bytes, u4),
+        "%total_smem_size": np.asarray(-(-shared_bytes // unit) * unit, u4),
         "%smid": np.asarray(0, u4),
         "%nsmid": np.asarray(1, u4),
         "%gridid": np.asarray(0, np.uint64),

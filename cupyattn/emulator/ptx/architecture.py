@@ -30,6 +30,11 @@ def shared_start(target: int) -> int:
     return 1024 if target >= 80 else 0
 
 
+def shared_unit(target: int) -> int:
+    """Return the unit, in bytes, of a block's shared memory (PTX ISA, %total_smem_size)."""
+    return 128 if target >= 80 else 256
+
+
 # Forms that the emulator runs and sm_70 does not have, newest first; the first match counts.
 _NEEDED = [
     (90, r"fence\..*(async|mbarrier_init|tensormap|sync_restrict)"),
