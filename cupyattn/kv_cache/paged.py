@@ -186,7 +186,7 @@ def as_counts_of_layers(
     if len(given) != num_layers:
         raise error(
             ValueError,
-            f"got {name} for {len(given)} layers",
+            f"got {len(given)} values of {name}",
             f"the cache has {num_layers} layers",
             "pass an int for all, or one for each layer",
         )

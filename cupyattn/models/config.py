@@ -272,11 +272,19 @@ def checked(config: Config) -> Config:
         f"rotary_dim = {rotary_dim}, head_dim = {config.head_dim}",
         "rotary_dim must be even, and at most head_dim",
     )
+    _require(
+        all(isinstance(layer, int) and layer >= 0 for layer in config.global_layers),
+        f"global_layers = {config.global_layers}",
+        "layers are counted from 0",
+    )
     whole, part = config.global_head_dim or config.head_dim, config.global_rotary_dim
+    _require(
+        part is None or type(part) is int, f"global_rotary_dim = {shown(part)}", "it must be an int"
+    )
     _require(
         rotary_dim <= whole if part is None else (part % 2 == whole % 2 == 0 <= part <= whole),
         f"rotary_dim = {rotary_dim}, global_rotary_dim = {part}, head dim {whole} in global layers",
-        "dims must be even, and those that are rotated at most the head dim",
+        "the head dim and global_rotary_dim must be even, and what is rotated at most the head dim",
     )
     _require(
         part is None or config.rope_scaling is None,

@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight, dequantize
-from cupyattn.models.checkpoints.contents import Naming, norm_name, product_names
+from cupyattn.models.checkpoints.contents import Naming, norm_name, product_names, scalar_name
 from cupyattn.models.config import GATED, Config
 from cupyattn.models.weights import (
     EndScales,
@@ -275,6 +275,11 @@ class _Fitting:
 
     def layer(self, index: int, layer: Layer) -> Layer:
         """Scale a layer."""
+        if layer.scalar is not None:
+            name = scalar_name(self.naming, self.present, index)
+            if name in self.stored:
+                size = abs(float(layer.scalar[0])) / self.stored[name]
+                raise _beyond(name, "the scalar of a layer", size)
         q, k, v, gate, up, output, down = self._parts(index, layer)
         norm = self._range(self._name(index, "norm"), layer.norm)
         before_mlp = norm

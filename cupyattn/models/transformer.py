@@ -115,7 +115,11 @@ class Model(Generates):
         """Return the rotary tables of a layer, None for a layer without rotary positions."""
         if layer in self.config.unrotated_layers:
             return None
-        return self.rotary if self.config.window_of(layer) is None else self._local_rotary
+        if self.config.global_rotary_dim is None:
+            is_global = self.config.window_of(layer) is None
+        else:
+            is_global = layer in self.config.global_layers
+        return self.rotary if is_global else self._local_rotary
 
     def attention_options(self, layer: int) -> Keywords:
         """Return the options of `cupyattn.attention` in a layer, except its rotary positions."""

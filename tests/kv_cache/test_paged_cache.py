@@ -390,7 +390,7 @@ def test_statistics():
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads = 0"),
         ({"head_dim": 513}, ValueError, "head_dim = 513"),
         ({"head_dim": (8, 513)}, ValueError, r"head_dim\[1\] = 513; allowed is 1 to 512"),
-        ({"num_kv_heads": [2] * 3}, ValueError, "num_kv_heads for 3 layers; the cache has 2"),
+        ({"num_kv_heads": [2] * 3}, ValueError, "got 3 values of num_kv_heads; the cache has 2"),
         ({"head_dim": 7, "dtype": "int4"}, ValueError, "head_dim = 7 for dtype 'int4'; .*pass 8"),
         ({"watermark": 4}, ValueError, "watermark = 4"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks = -1"),

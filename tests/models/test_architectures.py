@@ -215,6 +215,10 @@ def test_the_text_of_a_model_of_text_and_images(archive, name, kind, prefix, hea
         ({"use_bidirectional_attention": "all"}, NotImplementedError, "bidirectional_attention is"),
         ({"per_layer_config": {"1": {"head_dim": 12}}}, ValueError, "config differs among layers"),
         ({"per_layer_config": {"0": {}, "2": {}}}, ValueError, "config differs among layers"),
+        *(({"per_layer_config": dict.fromkeys("12", own)}, ValueError, "more than head dims")
+          for own in (5, [1], {"head_dim": 12, "sliding_window": 9})),
+        ({"rope_parameters": {"full_attention": [1]}}, ValueError, "full_attention"),
+        ({"rope_parameters": {"sliding_attention": 3}}, ValueError, "sliding_attention"),
         ({"per_layer_config": None, "global_head_dim": 513}, NotImplementedError,
          "global_head_dim = 513; attention has kernels for head dims up to 512"),
         ({"per_layer_config": None, "num_global_key_value_heads": 3}, ValueError,

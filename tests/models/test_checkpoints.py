@@ -10,6 +10,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.archives import unpacked
 from support.tiny_models import TINY, expected_of
@@ -280,12 +282,26 @@ def test_a_config_is_written_as_it_is_read(name):
         config = config._replace(eos_ids=config.eos_ids[:-1])
 
 
+@given(dim=st.integers(1, 256), part=st.integers(0, 256))
+def test_rotated_parts_of_heads_are_written_as_they_are_read(dim, part):
+    assume(0 < part <= dim)
+    config = TINY["gemma4"]._replace(global_head_dim=2 * dim, global_rotary_dim=2 * part)
+    written = json.loads(json.dumps(config_json(config, "m.gguf")))
+    found = config_of(Fields(written, "m.gguf"), Fields({}, "m.gguf"))
+    assert found.global_rotary_dim == 2 * part
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"qkv_bias": False}, {"rope_scaling": cupyattn.NTKScaling(2.0)}, {"activation": "relu"}],
+    [
+        {"qkv_bias": False},
+        {"rope_scaling": cupyattn.NTKScaling(2.0)},
+        {"activation": "relu"},
+        {"global_layers": ()},
+    ],
 )
 def test_a_config_that_no_folder_has_is_refused(changes):
-    config = TINY["phi"]._replace(**changes)
+    config = TINY["gemma4" if "global_layers" in changes else "phi"]._replace(**changes)
     if changes == {"activation": "relu"}:  # Llama's MLP is gated in every folder
         config = TINY["llama"]._replace(**changes)
     with pytest.raises(NotImplementedError, match=r"m\.gguf: no config\.json.*--adapters DIR"):

@@ -333,9 +333,14 @@ def plant_query(weights: Weights, config: Config) -> None:
     weights.layers[1].q_norm.weight[3] = 3e5
 
 
+def plant_scalar(weights: Weights, config: Config) -> None:
+    weights.layers[1].scalar[:] = 7e4
+
+
 @pytest.mark.parametrize(
     ("name", "plant", "tensor"),
     [
+        ("gemma4", plant_scalar, "model.layers.1.layer_scalar: the scalar of a layer may be 7e+04"),
         ("llama", plant_gate, "model.layers.1.mlp.gate_proj.weight: a product"),
         ("gpt2", plant_gate, "transformer.h.1.mlp.c_fc.weight: a product"),
         ("phi", plant_norm, "model.layers.1.mlp.fc1.weight: a product"),

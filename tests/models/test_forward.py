@@ -212,6 +212,10 @@ LLAMA, GEMMA4 = TINY["llama"], TINY["gemma4"]
          ValueError, "rotary_dim = 8, global_rotary_dim = None, head dim 6 in global layers"),
         (lambda _: models.random(GEMMA4._replace(rope_scaling=cupyattn.LinearScaling(2.0))),
          ValueError, "global_rotary_dim = 6 with LinearScaling"),
+        *((lambda _, part=part: models.random(GEMMA4._replace(global_rotary_dim=part)), ValueError,
+           "global_rotary_dim = .*6.*; it must be an int") for part in ("6", 6.0)),
+        (lambda _: models.random(GEMMA4._replace(global_layers=(-1,))), ValueError,
+         r"global_layers = \(-1,\); layers are counted from 0"),
         (lambda _: models.random(GEMMA4._replace(global_head_dim=513)), NotImplementedError,
          "global_head_dim = 513; attention has kernels for head dims up to 512"),
         (lambda _: models.random("gpt2", xp="cupy"), TypeError, "xp ="),
@@ -222,6 +226,15 @@ def test_bad_arguments_are_refused(call, kind, message):
     model = models.random(LLAMA, dtype="float32", xp=np)
     with pytest.raises(kind, match=message):
         call(model)
+
+
+def test_layers_without_a_window_keep_the_rotary_positions_of_their_kind():
+    ids = np.arange(12)[None] % 8
+    windowed, none = (
+        models.random(GEMMA4._replace(window_size=window), dtype="float32", xp=np)
+        for window in ((31, 0), None)
+    )
+    np.testing.assert_allclose(none.logits(ids), windowed.logits(ids), rtol=1e-5, atol=1e-5)
 
 
 def expected_loss(model, ids, labels):

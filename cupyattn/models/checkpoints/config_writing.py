@@ -155,7 +155,10 @@ def _gemma_json(config: Config, kind: str) -> Json:
 
 
 def _gemma4_json(config: Config) -> Json:
-    dim, part = config.heads_of(config.global_layers[0]).head_dim, config.global_rotary_dim or 0
+    dim, part = config.global_head_dim or config.head_dim, config.global_rotary_dim or 0
+    share = part / dim
+    if 2 * int(share * dim / 2) != part:  # it was rounded down, and readers truncate the product
+        share = (part + 0.5) / dim
     return {
         "hidden_activation": _NAMED.get(config.activation),
         "final_logit_softcapping": config.logit_softcap,
@@ -167,7 +170,7 @@ def _gemma4_json(config: Config) -> Json:
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": config.rope_base,
-                "partial_rotary_factor": part / dim,
+                "partial_rotary_factor": share,
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": config.local_rope_base},
         },

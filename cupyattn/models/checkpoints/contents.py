@@ -127,7 +127,7 @@ _OF_LLAMA = Naming(
     prefix="model.",
     ignored=(
         r"rotary_emb\.inv_freq$",
-        r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|embed_(vision|audio))\.",
+        r"^(model\.)?(vision_tower|vision_model|audio_tower|multi_modal_projector|embed_(vision|audio))\.",
     ),
 )
 
@@ -238,6 +238,11 @@ def norm_name(naming: Naming, present: Collection[str], layer: int | None, field
     """Return the tensor that is the weight of a norm or a table, by the field of its name."""
     before = "" if layer is None else naming.layer.format(layer)
     return f"{_prefix(naming, present)}{before}{getattr(naming, field)}.weight"
+
+
+def scalar_name(naming: Naming, present: Collection[str], layer: int) -> str:
+    """Return the tensor that multiplies what a layer computes."""
+    return f"{_prefix(naming, present)}{naming.layer.format(layer)}{naming.scalar}"
 
 
 _WITHIN = ("model.language_model.", "language_model.model.")

@@ -242,7 +242,7 @@ def _gemma4(fields: Fields, kind: str) -> Config:
     everywhere = tuple([i for i in layers if types[i] == _GLOBAL or i == layers[-1]])
     ropes = fields.object("rope_parameters")
     where = f"{fields.where}, rotary embedding of {_GLOBAL}"
-    rope = Fields(ropes.get(_GLOBAL) or {}, where)
+    rope = Fields(Fields(ropes, fields.where).object(_GLOBAL), where)
     rope.choice("rope_type", ("proportional",), "proportional")
     rope.refuse("factor", 1.0)
     shares = fields.flag("attention_k_eq_v", False)
@@ -285,7 +285,9 @@ def _heads_of_global_layers(
     own = listed.get(str(everywhere[0]), {})
     if listed != ({str(layer): own for layer in everywhere} if own else {}):
         raise damaged(fields.where, f"per_layer_config differs among layers: {shown(listed)}")
-    heads = Fields(own if isinstance(own, dict) else {}, f"{fields.where}, per_layer_config")
+    if not isinstance(own, dict) or not own.keys() <= {"head_dim", "num_key_value_heads"}:
+        raise damaged(fields.where, f"per_layer_config has more than head dims: {shown(listed)}")
+    heads = Fields(own, f"{fields.where}, per_layer_config")
     return (
         heads.integer("head_dim", sizes["head_dim"]),
         heads.integer("num_key_value_heads", sizes["num_kv_heads"]),
@@ -302,8 +304,8 @@ def _cap(fields: Fields, name: str, default: float | None) -> float | None:
 def _local_base(fields: Fields, ropes: Json) -> float:
     """Return the base of rotary positions in Gemma 3's layers with a window."""
     where = f"{fields.where}, rotary embedding of {_LOCAL}"
-    given = ropes.get(_LOCAL) or {"rope_theta": fields.given.get("rope_local_base_freq")}
-    rope = Fields(given if isinstance(given, dict) else {}, where)
+    given = Fields(ropes, fields.where).object(_LOCAL)
+    rope = Fields(given or {"rope_theta": fields.given.get("rope_local_base_freq")}, where)
     rope.choice("rope_type", ("default",), "default")
     return rope.number("rope_theta", 10000.0)
 

@@ -192,10 +192,10 @@ def write_folder(
     named = places(naming, config, weights._replace(layers=layers), {}).filled
     tensors = {name: place.targets["all"] for name, place in named.items()}
     require_finite(tensors)
+    saved: Any = {} if source else {**config_json(config, str(folder)), "torch_dtype": dtype}
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / _WEIGHTS, tensors, {"format": "pt"})
     if source is None:
-        saved = {**config_json(config, str(folder)), "torch_dtype": dtype}
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder)
     else:
