@@ -128,11 +128,11 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
     watts = power_limit(device)
     has_limit = machine is not None and (watts is not None or machine.name in MACHINES)
     if machine is not None and watts is not None:
-        machine = replace(machine, watts=round(watts))
+        machine = replace(machine, watts=max(1, round(watts)))
     model = None if machine is None else TuringModel(machine)
     copied = copy_rate()
     units = measured_units(device, machine)
-    sustained = [measured_sustained(device, call, model) for call in SUSTAINED]
+    sustained = [_attempted(device, call, model) for call in SUSTAINED]
     parts = [
         _measured(*part, model, clock() + (ends - clock()) / (len(PARTS) - number), clock)
         for number, part in enumerate(PARTS)
@@ -282,6 +282,21 @@ def measured_sustained(
     }
 
 
+def _attempted(device: CudaDevice, call: SustainedCall, model: TuringModel | None) -> Json:
+    """Return what `measured_sustained` does; of a call that fails the name and the error alone."""
+    try:
+        return {**measured_sustained(device, call, model), "failed": None}
+    except FAILURES as failure:  # the rest of the report is worth its time
+        failed = f"{type(failure).__name__}: {failure}"
+        return {**dict.fromkeys(_MEASURED), "call": call.name, "failed": failed}
+
+
+_MEASURED = (
+    *("tflops_at_first", "tflops", "seconds", "clock_mhz", "watts"),
+    *("modelled", "sustained"),
+)
+
+
 @contextmanager
 def _watched(device: CudaDevice) -> Iterator[list[tuple[float, ...]]]:
     """Collect the clock in MHz and the power in watts of a GPU from nvidia-smi, until the end."""
@@ -425,8 +440,11 @@ def markdown(result: Result) -> Iterator[str]:
     yield ""
     yield from _table(
         ("call", "at first", "at the end", "clock", "power", "modelled", "sustained by the model"),
-        [_sustained_cells(x) for x in result["sustained"]],
+        [_sustained_cells(call) for call in result["sustained"]],
     )
+    for call in result["sustained"]:
+        if call["failed"]:
+            yield f"Failed: {call['call']}: {call['failed']}"
     for part in result["parts"]:
         yield ""
         yield f"## `{' '.join(['python -m cupyattn.benchmark', part['command'], *part['words']])}`"

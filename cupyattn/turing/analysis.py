@@ -334,8 +334,8 @@ class TuringModel:
         """Return the TFLOP/s of the products of a call on NumPy arrays.
 
         No kernel runs. Each takes the time of its main loop, at the boost clock or with `sustained`
-        at the one that the power limit leaves. Products that a kernel repeats take time, and are
-        not counted.
+        at the one that the power limit leaves; if it leaves none, the result is None. Products
+        that a kernel repeats take time, and are not counted.
         """
         launched = launches_of(prepare, self.machine)
         useful, executed = _products([each.spec.entry for each in launched])
@@ -343,7 +343,10 @@ class TuringModel:
         for specialisation, products in zip(launched, executed, strict=True):
             rates = self._rates_of(specialisation) if products else None
             if rates is not None:
-                time += products / (rates.sustained if sustained else rates.boost)
+                rate = rates.sustained if sustained else rates.boost
+                if rate == 0:
+                    return None
+                time += products / rate
         return useful / time if time else None
 
     def _rates_of(self, specialisation: Specialisation) -> _Rates | None:

@@ -6,6 +6,7 @@ Also the devices that have such SMs.
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -152,7 +153,7 @@ class Machine:
         """Refuse values that no GPU has: a simulation with them divides by 0 or never ends."""
         for name in (each.name for each in fields(self) if each.name not in _NOT_NUMBERS):
             value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and value >= 0
+            is_number = isinstance(value, numbers.Real) and float(value) >= 0
             is_zero, is_infinite = value == 0, value == math.inf
             refused = (is_zero and name not in _MAY_BE_0) or (is_infinite and name not in _RATES)
             if not is_number or refused:

@@ -89,7 +89,8 @@ def rates(monkeypatch):
     def analyse(specialisation, *, machine):
         entry = specialisation.spec.entry
         rate = next((rate for part, rate in given.items() if part in entry), 512.0)
-        held = Sustained(0.4 * machine.clock_mhz / 1000, machine.watts)
+        share = 0.4 if machine.watts > 20 else 0.0
+        held = Sustained(share * machine.clock_mhz / 1000, machine.watts)
         main = types.SimpleNamespace(flop_per_cycle=rate, sustained=lambda machine: held)
         return types.SimpleNamespace(main=main)
 
@@ -134,6 +135,12 @@ def test_every_repeated_call_is_modelled(rates):
         assert found == pytest.approx(T4.tflops(512))
 
 
+def test_a_limit_below_idle_power_sustains_nothing(rates):
+    for call in command.SUSTAINED:
+        prepare = partial(call.prepare, Arrays(np, filled=False))
+        assert TuringModel(replace(T4, watts=12)).rate(prepare, sustained=True) is None
+
+
 def test_what_memory_bounds_is_modelled_by_bandwidth(rates):
     words = ("--operation", "softmax", "--width", "256")
     assert figures(layers.BENCHMARK, *words, machine=MACHINES["RTX 2080 Ti"]) == [616, 616]
@@ -176,9 +183,11 @@ RESULT = {
     ],
     "sustained": [
         {"call": "a product", "tflops_at_first": 45.0, "tflops": 24.0, "seconds": 2.0,
-         "clock_mhz": 585.0, "watts": 69.6, "modelled": 58.8, "sustained": 19.6},
+         "clock_mhz": 585.0, "watts": 69.6, "modelled": 58.8, "sustained": 19.6,
+         "failed": None},
         {"call": "another", "tflops_at_first": 4.0, "tflops": 3.0, "seconds": 2.0,
-         "clock_mhz": None, "watts": None, "modelled": None, "sustained": None},
+         "clock_mhz": None, "watts": None, "modelled": None, "sustained": None,
+         "failed": None},
     ],
     "parts": [
         {"command": "attention", "words": ["--calls", "20"], "cut": False, "failed": None,
@@ -260,6 +269,20 @@ def slow(monkeypatch, a_gpu):
     monkeypatch.setattr(command, "power_limit", lambda device: None)
     monkeypatch.setattr(command, "disassembler_version", lambda: "12.9")
     return clock
+
+
+def test_a_repeated_call_that_fails_leaves_the_rest_of_the_report(slow, monkeypatch):
+    def failing(device, call, model):
+        if call is command.SUSTAINED[1]:
+            raise MemoryError("out of memory")
+        return dict(RESULT["sustained"][0])
+
+    monkeypatch.setattr(command, "measured_sustained", failing)
+    result = command.measure(types.SimpleNamespace(minutes=2.0), slow)
+    assert [row["tflops"] for row in result["sustained"]] == [24.0, None, 24.0]
+    name = command.SUSTAINED[1].name
+    assert f"Failed: {name}: MemoryError: out of memory" in list(markdown(result))
+    assert result["parts"][0]["rows"]
 
 
 @pytest.mark.parametrize("minutes", [10.0, 2.0])

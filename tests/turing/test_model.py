@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cupyattn.emulator import Report
@@ -441,6 +442,10 @@ def test_an_impossible_value_of_a_machine_is_refused(given):
     ((name, _),) = given.items()
     with pytest.raises(ValueError, match=rf"Machine\({name}=.*; it is a finite number"):
         Machine(**given)
+
+
+def test_numpy_numbers_make_a_machine():
+    assert Machine(watts=np.int64(80), clock_mhz=np.float32(1500)).watts == 80
 
 
 def test_latencies_of_a_machine_may_be_0_and_rates_infinite():
