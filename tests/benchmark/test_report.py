@@ -151,11 +151,11 @@ def test_what_memory_bounds_is_modelled_by_bandwidth(rates):
 
 @pytest.mark.nvrtc
 @pytest.mark.deep
-def test_alibi_as_an_expression_takes_at_most_5_percent_longer():
+def test_alibi_as_an_expression_takes_at_most_15_percent_longer():
     require_gates_tools()
     words = (*SMALL, "--implementation", "flash", "--options", "alibi,score_mod")
     plain, slopes, expression = figures(attention.FORWARD, *words)
-    assert plain > slopes > expression >= 0.95 * slopes
+    assert plain > slopes > expression >= 0.85 * slopes
 
 
 def test_its_parts_are_benchmarks():

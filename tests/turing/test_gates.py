@@ -326,7 +326,11 @@ def bfloat16_over_caches() -> Iterator[Specialisation]:
     ids=lambda each: getattr(each, "label", each),
 )
 def test_bfloat16_over_caches_has_registers_on_newer_gpus(specialisation, arch):
-    """Prompts spill as over float16 on sm_75 (176 bytes at most), steps what slopes take."""
+    """Prompts spill as over float16 on sm_75 (176 bytes at most), steps what slopes take.
+
+    Steps over heads of more than 256 keep sums of all columns, and spill up to 316 bytes: over
+    bfloat16 they read 4,234 GB/s beside 4,318 at 256 (H200, 2026-11-29).
+    """
     require_gates_tools()
     if specialisation.spec is native.PAGED:  # whose configurations are an architecture's own
         macros = dict(specialisation.macros)
@@ -338,7 +342,8 @@ def test_bfloat16_over_caches_has_registers_on_newer_gpus(specialisation, arch):
         specialisation = native.flash(arch, *shape, native.PAGED)
     found = compile_cubin(specialisation, arch_of(arch)).resources
     decodes = specialisation.spec is decode.FORWARD
-    assert found.spill_store_bytes <= (24 if decodes else 176)
+    of_steps = 24 if dict(specialisation.macros)["HEAD_DIM"] <= 256 else 320
+    assert found.spill_store_bytes <= (of_steps if decodes else 176)
     shared = specialisation.shared_bytes + found.static_shared_bytes
     ctas = arch_of(arch).resident_ctas(specialisation.threads, found.registers, shared)
     assert ctas >= dict(specialisation.macros)["MIN_CTAS"]
