@@ -137,7 +137,8 @@ def test_packed_queries_of_several_tiles(dtype, head_dim):
 def test_the_bits_are_those_of_dense_attention(dtype, head_dim, block_size):
     """One kernel computes both in one order: only addresses differ.
 
-    Wide heads differ in the last bits of a few sums of several tiles.
+    In wide heads loads stand between the products, at other places over a cache. The emulator adds
+    products with nothing between them at once, so sums of other numbers of them round differently.
     """
     problem = replace(CHUNK, dtype=dtype, D=head_dim, block_size=block_size)
     q, k, v, table, lengths = arrays = problem.arrays()

@@ -329,7 +329,7 @@ def test_bfloat16_over_caches_has_registers_on_newer_gpus(specialisation, arch):
     """Prompts spill as over float16 on sm_75 (176 bytes at most), steps what slopes take.
 
     Steps over heads of more than 256 keep sums of all columns, and spill up to 316 bytes: over
-    bfloat16 they read 4,234 GB/s beside 4,318 at 256 (H200, 2026-11-29).
+    bfloat16 they read 4,234 GB/s beside 4,318 at 256 (`benchmark decode`, H200, 2026-11-29).
     """
     require_gates_tools()
     if specialisation.spec is native.PAGED:  # whose configurations are an architecture's own
